@@ -1,0 +1,77 @@
+"""Every private torch or optree name that fmp needs, in one place; tests/test_compat.py notices when one changes."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import optree
+import optree.registry
+import torch
+import torch.utils._pytree as torch_pytree
+from torch.autograd import forward_ad
+
+_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
+
+# `register_pytree_node(..., namespace="")` is refused, yet only nodes of the global registry are seen by every
+# caller of optree, torch.compile's tracer included.
+_GLOBAL: str = optree.registry.__GLOBAL_NAMESPACE  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def register_pytree(
+    cls: type,
+    *,
+    fields: tuple[str, ...],
+    flatten: Callable[[Any], tuple[tuple[Any, ...], Hashable]],
+    unflatten: Callable[[Any, Any], Any],
+) -> None:
+    """Makes a class a pytree node for optree (in every namespace) and for torch's own pytree.
+
+    Args:
+        cls: The class to register.
+        fields: Names of the child fields, in the order in which `flatten` returns them.
+        flatten: Maps an instance to its children and its static data.
+        unflatten: Maps static data and children back to an instance.
+    """
+    optree.register_pytree_node(
+        cls,
+        lambda node: (*flatten(node), fields),
+        unflatten,
+        path_entry_type=optree.DataclassEntry,
+        namespace=_GLOBAL,
+    )
+
+    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, static = flatten(node)
+        return [(torch_pytree.GetAttrKey(name), child) for name, child in zip(fields, children, strict=True)], static
+
+    def torch_flatten(node: Any) -> tuple[list[Any], Any]:
+        children, static = flatten(node)
+        return list(children), static
+
+    torch_pytree.register_pytree_node(
+        cls,
+        torch_flatten,
+        lambda children, static: unflatten(static, tuple(children)),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+def transform_active() -> bool:
+    """Says whether a torch.func transform, or forward-mode differentiation, is in progress around the caller."""
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def differentiated_outside(value: torch.Tensor) -> bool:
+    """Says whether anything outside a finished vjp can still differentiate its value.
+
+    That is so when a reverse-mode transform is active around the caller, or when the tensor below all functorch
+    wrappers belongs to an ordinary autograd graph.
+
+    Args:
+        value: The value that `torch.func.vjp` returned.
+    """
+    if any(level.key() == _functorch.TransformType.Grad for level in _functorch.get_interpreter_stack() or ()):
+        return True
+    while _functorch.is_functorch_wrapped_tensor(value):
+        value = _functorch.get_unwrapped(value)
+    return value.requires_grad

@@ -1,1 +1,56 @@
+"""fmp: functional mixed-precision training for PyTorch.
 
+A train step is a pure function `(state, batch) -> (state, metrics)` over pytrees. Nothing is patched, nothing is global,
+nothing is mutated.
+"""
+
+from fmp import (
+    checkpoint as checkpoint,
+    errors as errors,
+    master as master,
+    optim as optim,
+    random as random,
+    tree as tree,
+)
+from fmp.gradients import grad as grad, value_and_grad as value_and_grad
+from fmp.module import Model as Model, functionalize as functionalize
+from fmp.policy import Policy as Policy, opt_level as opt_level
+from fmp.scaling import (
+    DynamicLossScale as DynamicLossScale,
+    NoOpLossScale as NoOpLossScale,
+    StaticLossScale as StaticLossScale,
+    loss_scale as loss_scale,
+)
+from fmp.step import TrainStep as TrainStep
+from fmp.state import Metrics as Metrics, TrainState as TrainState
+from fmp.train import train_step as train_step
+from fmp.tree import all_finite as all_finite, cast as cast, global_norm as global_norm, select as select
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DynamicLossScale",
+    "Metrics",
+    "Model",
+    "NoOpLossScale",
+    "Policy",
+    "StaticLossScale",
+    "TrainState",
+    "TrainStep",
+    "all_finite",
+    "cast",
+    "checkpoint",
+    "errors",
+    "functionalize",
+    "global_norm",
+    "grad",
+    "loss_scale",
+    "master",
+    "opt_level",
+    "optim",
+    "random",
+    "select",
+    "train_step",
+    "tree",
+    "value_and_grad",
+]

@@ -13,7 +13,7 @@ _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
 
 # `register_pytree_node(..., namespace="")` is refused, yet only nodes of the global registry are seen by every
 # caller of optree, torch.compile's tracer included.
-_GLOBAL: str = optree.registry.__GLOBAL_NAMESPACE  # pyright: ignore[reportAttributeAccessIssue]
+_GLOBAL: Any = optree.registry.__GLOBAL_NAMESPACE  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def register_pytree(
@@ -39,26 +39,43 @@ def register_pytree(
         namespace=_GLOBAL,
     )
 
-    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    # torch.func.vmap refuses None among its inputs and outputs. Taking the node apart down to its leaves, and keeping
+    # the holes in the context, hides them from it. (By torch's own pytree: Dynamo fails on optree's dictionaries here.)
+    def flatten_leaves_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, static = flatten(node)
-        return [(torch_pytree.GetAttrKey(name), child) for name, child in zip(fields, children, strict=True)], static
+        pairs, spec = torch_pytree.tree_flatten_with_path(dict(zip(fields, children, strict=True)))
+        context = (spec, tuple(leaf is None for _, leaf in pairs), static)
+        keyed = [(torch_pytree.GetAttrKey(torch_pytree.keystr(path)), leaf) for path, leaf in pairs if leaf is not None]
+        return keyed, context
 
-    def torch_flatten(node: Any) -> tuple[list[Any], Any]:
+    def flatten_leaves(node: Any) -> tuple[list[Any], Any]:
         children, static = flatten(node)
-        return list(children), static
+        leaves, spec = torch_pytree.tree_flatten(dict(zip(fields, children, strict=True)))
+        return [leaf for leaf in leaves if leaf is not None], (spec, tuple(leaf is None for leaf in leaves), static)
+
+    def unflatten_leaves(leaves: Any, context: Any) -> Any:
+        spec, holes, static = context
+        remaining = iter(leaves)
+        children = torch_pytree.tree_unflatten([None if hole else next(remaining) for hole in holes], spec)
+        return unflatten(static, tuple(children.values()))
 
     torch_pytree.register_pytree_node(
         cls,
-        torch_flatten,
-        lambda children, static: unflatten(static, tuple(children)),
+        flatten_leaves,
+        unflatten_leaves,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-        flatten_with_keys_fn=flatten_with_keys,
+        flatten_with_keys_fn=flatten_leaves_with_keys,
     )
 
 
 def transform_active() -> bool:
     """Says whether a torch.func transform, or forward-mode differentiation, is in progress around the caller."""
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def reverse_mode_active() -> bool:
+    """Says whether a reverse-mode transform (`torch.func.grad`, `vjp`, ...) is in progress around the caller."""
+    return any(level.key() == _functorch.TransformType.Grad for level in _functorch.get_interpreter_stack() or ())
 
 
 def differentiated_outside(value: torch.Tensor) -> bool:
@@ -70,7 +87,7 @@ def differentiated_outside(value: torch.Tensor) -> bool:
     Args:
         value: The value that `torch.func.vjp` returned.
     """
-    if any(level.key() == _functorch.TransformType.Grad for level in _functorch.get_interpreter_stack() or ()):
+    if reverse_mode_active():
         return True
     while _functorch.is_functorch_wrapped_tensor(value):
         value = _functorch.get_unwrapped(value)

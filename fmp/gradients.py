@@ -55,7 +55,8 @@ def value_and_grad(
         value does not depend on has zeros.
 
     Raises:
-        TypeError: If `fn` does not return a real floating-point tensor, or not a pair although `has_aux`.
+        TypeError: If `fn` does not return a real floating-point tensor, or not a pair although `has_aux`, or if
+            `argnums` is not made of ints.
         ValueError: If the value is not a scalar, `argnums` is out of range, or a gradient is sparse.
 
     Example:
@@ -79,8 +80,9 @@ def value_and_grad(
                 call_args[number] = argument
             return _checked_output(fn(*call_args, **kwargs), has_aux)
 
-        differentiate = _by_vjp if _needs_vjp() else _by_autograd
-        value, aux, grads = differentiate(call, [leaves[index] for index in at])
+        variables = [leaves[index] for index in at]
+        differentiate = _by_vjp if _needs_vjp(variables) else _by_autograd
+        value, aux, grads = differentiate(call, variables)
 
         all_grads: list[torch.Tensor | None] = [None] * len(leaves)
         for index, grad in zip(at, grads, strict=True):
@@ -118,10 +120,11 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool
     return grad_fn
 
 
-def _needs_vjp() -> bool:
-    if torch.compiler.is_compiling():
+def _needs_vjp(leaves: list[torch.Tensor]) -> bool:
+    if torch.compiler.is_compiling() or _compat.transform_active():
         return True
-    return _compat.transform_active() or torch.is_inference_mode_enabled()
+    # autograd records nothing in inference mode, and refuses what was made there; functorch's wrappers do neither.
+    return torch.is_inference_mode_enabled() or any(leaf.is_inference() for leaf in leaves)
 
 
 def _by_autograd(
@@ -131,11 +134,10 @@ def _by_autograd(
     with torch.enable_grad():
         # A leaf that requires grad belongs to an outer graph: an alias keeps the connection, a detached leaf cuts it.
         variables = [
-            leaf.view_as(leaf) if keep_outer and leaf.requires_grad else leaf.detach().requires_grad_()
-            for leaf in leaves
+            _alias(leaf) if keep_outer and leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves
         ]
         value, aux = call(*variables)
-    keep_outer = keep_outer and _reaches_other_leaf(value, variables)
+    keep_outer = keep_outer and _reaches_other_leaf([value, *tree.leaves(aux)], variables)
     if value.requires_grad and variables:
         grads = torch.autograd.grad(value, variables, create_graph=keep_outer, materialize_grads=True)
     else:
@@ -154,6 +156,10 @@ def _by_vjp(
     def tensors_only(*variables: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         # torch.func.vjp unwraps tensors in the auxiliary output and refuses everything else there.
         nonlocal aux, aux_spec
+        if torch.compiler.is_compiling():
+            # The compiler's record of these tensors still says that they do not require grad, and it would trace an
+            # autograd.Function applied to one of them without its backward. The record of a fresh view is right.
+            variables = tuple(variable.view_as(variable) for variable in variables)
         value, aux_tree = call(*variables)
         aux, aux_spec = tree.flatten(aux_tree)
         return value, [leaf for leaf in aux if isinstance(leaf, torch.Tensor)]
@@ -172,10 +178,18 @@ def _by_vjp(
     return value, tree.unflatten(aux_spec, filled), grads
 
 
-def _reaches_other_leaf(value: torch.Tensor, variables: list[torch.Tensor]) -> bool:
-    """Walks the graph of a value and says whether it ends in a tensor other than the given ones."""
+def _alias(leaf: torch.Tensor) -> torch.Tensor:
+    # A view that autograd refuses to change in place; a plain one would let the function overwrite its argument.
+    return leaf.unsqueeze(0).unbind(0)[0]
+
+
+def _reaches_other_leaf(outputs: list[Any], variables: list[torch.Tensor]) -> bool:
+    """Walks the graph of some outputs and says whether it ends in a tensor other than the given ones."""
     own = {id(variable) for variable in variables}
-    todo: list[Any] = [value.grad_fn]
+    tensors = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+    if any(tensor.grad_fn is None and id(tensor) not in own for tensor in tensors):
+        return True
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = {None}
     while todo:
         node = todo.pop()
@@ -185,7 +199,7 @@ def _reaches_other_leaf(value: torch.Tensor, variables: list[torch.Tensor]) -> b
         if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
             return True
         todo.extend(parent for parent, _ in node.next_functions)
-    return value.grad_fn is None and value.requires_grad and id(value) not in own
+    return False
 
 
 def _differentiable(leaf: Any) -> bool:
@@ -199,6 +213,8 @@ def _detach(aux: Any) -> Any:
 def _checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"argnums must be an int or a sequence of them, got {argnums!r}")
         if not -count <= number < count:
             raise ValueError(
                 f"argnums={argnums!r} is out of range for {count} positional arguments; "

@@ -1,12 +1,10 @@
 """float32 masters: full-precision copies of exactly the parameters that are stored in less.
 
-A 16-bit weight near 1 cannot take an update below 0.4 % (bf16) or 0.05 % (fp16) of itself; its master can. The optimizer
-sees and changes masters, the model computes with the parameters, and `params == cast(master)` after every step.
+A 16-bit weight near 1 cannot take an update below 0.4 % (bf16) or 0.05 % (fp16) of itself; its master can. The
+optimizer sees and changes masters, the model computes with the parameters; `params == cast(master)` after every step.
 """
 
 from typing import Any
-
-import torch
 
 from fmp import tree
 from fmp.dtypes import full_precision, is_castable
@@ -14,11 +12,12 @@ from fmp.dtypes import full_precision, is_castable
 Tree = Any
 
 
-def init(params: Tree) -> Tree:
+def init(params: Tree, source: Tree | None = None) -> Tree:
     """Makes the masters of a parameter tree.
 
     Args:
         params: The parameters as the model computes with them.
+        source: The values before they were rounded to the parameters' dtypes, if they are still known.
 
     Returns:
         A tree of the same structure: a float32 copy of each floating-point leaf narrower than that, None elsewhere.
@@ -28,11 +27,11 @@ def init(params: Tree) -> Tree:
         "{'w': f32[2], 'norm': None}"
     """
 
-    def master(leaf: Any) -> Any:
-        narrow = is_castable(leaf) and leaf.dtype != full_precision(leaf.dtype)
-        return leaf.to(full_precision(leaf.dtype)) if narrow else None
+    def master(param: Any, value: Any) -> Any:
+        narrow = is_castable(param) and param.dtype != full_precision(param.dtype)
+        return value.to(full_precision(param.dtype), copy=True) if narrow else None
 
-    return tree.map(master, params)
+    return tree.map(master, params, params if source is None else source)
 
 
 def merge(params: Tree, master: Tree) -> Tree:

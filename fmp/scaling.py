@@ -81,7 +81,7 @@ class StaticLossScale:
     loss_scale: torch.Tensor
 
     def __init__(self, value: float):
-        object.__setattr__(self, "loss_scale", torch.tensor(_checked_scale("value", value)))
+        object.__setattr__(self, "loss_scale", torch.tensor(_checked_scale("value", value), dtype=torch.float32))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiplies the loss, after casting it to float32 or wider."""
@@ -170,16 +170,16 @@ class DynamicLossScale:
             raise ValueError(f"min_scale={min_scale} is above max_scale={max_scale}")
         if not min_scale <= init_scale <= max_scale:
             raise ValueError(f"init_scale={init_scale} is outside [min_scale, max_scale] = [{min_scale}, {max_scale}]")
-        if not 1.0 < growth_factor < math.inf:
-            raise ValueError(f"growth_factor must be finite and above 1, got {growth_factor}")
-        if not 0.0 < backoff_factor < 1.0:
-            raise ValueError(f"backoff_factor must lie between 0 and 1, got {backoff_factor}")
+        if not 1.0 < _rounded(growth_factor) < math.inf:
+            raise ValueError(f"growth_factor must be finite and above 1 in float32, got {growth_factor}")
+        if not 0.0 < _rounded(backoff_factor) < 1.0:
+            raise ValueError(f"backoff_factor must lie between 0 and 1 in float32, got {backoff_factor}")
         if not isinstance(growth_interval, int) or isinstance(growth_interval, bool):
             raise TypeError(f"growth_interval must be an int, got {growth_interval!r}")
         if not 1 <= growth_interval < 2**31:
             raise ValueError(f"growth_interval must be at least 1 and fit 32 bits, got {growth_interval}")
         for name, value in {
-            "loss_scale": torch.tensor(init_scale),
+            "loss_scale": torch.tensor(init_scale, dtype=torch.float32),
             "growth_count": torch.tensor(0, dtype=torch.int32),
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
@@ -202,7 +202,12 @@ class DynamicLossScale:
 
         Args:
             grads_finite: bool[], whether all unscaled gradients of this step are finite.
+
+        Raises:
+            TypeError: If `grads_finite` is not a boolean tensor.
+            ValueError: If it is not a scalar.
         """
+        tree.check_flag("grads_finite", grads_finite)
         count = torch.where(grads_finite, self.growth_count + 1, 0)
         grow = count >= self.growth_interval
         grown = (self.loss_scale * self.growth_factor).clamp(max=self.max_scale)
@@ -244,7 +249,7 @@ def loss_scale(value: "str | float | LossScale | None") -> LossScale:
             raise ValueError(f"loss scale {value!r}: use 'dynamic', 'none' or a positive number") from error
     if isinstance(value, int | float) and not isinstance(value, bool):
         return StaticLossScale(value)
-    if isinstance(value, LossScale):
+    if isinstance(value, LossScale) and not isinstance(value, type):
         return value
     raise TypeError(f"loss scale must be 'dynamic', a number, None or a scaler, got {value!r}")
 
@@ -266,7 +271,10 @@ def _unscale(grads: Tree, factor: torch.Tensor) -> Tree:
 def _checked_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got an integer of {value.bit_length()} bits") from None
 
 
 def _checked_scale(name: str, value: Any) -> float:
@@ -275,4 +283,9 @@ def _checked_scale(name: str, value: Any) -> float:
     # Both the scale and its inverse must be normal float32 numbers.
     if not smallest <= number <= 1.0 / smallest:
         raise ValueError(f"{name} must be positive and finite, with a finite inverse in float32, got {value!r}")
-    return torch.tensor(number, dtype=torch.float32).item()
+    return _rounded(number)
+
+
+def _rounded(number: float) -> float:
+    # On the CPU, whatever the default device: the value is needed now.
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()

@@ -1,16 +1,19 @@
-"""The contract of an optimizer, and the three helpers that every optimizer is written with."""
+"""The contract of an optimizer, and the few helpers that every optimizer is written with."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
 
+T = TypeVar("T")
 Tree = Any
 Schedule = Callable[[torch.Tensor], torch.Tensor]
-ScalarOrSchedule = float | torch.Tensor | Schedule
+Scalar = float | torch.Tensor
+ScalarOrSchedule = Scalar | Schedule
 
 
 class GradientTransformation(NamedTuple):
@@ -48,7 +51,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     def add(param: Any, update: Any) -> Any:
         if update is None:
             return param
-        return (param.to(full_precision(param.dtype)) + update).to(param.dtype)
+        wide = full_precision(param.dtype)
+        return (param.to(wide) + update.to(wide)).to(param.dtype)
 
     return tree.map(add, params, updates)
 
@@ -65,29 +69,56 @@ def zeros(params: Tree) -> Tree:
     )
 
 
-def update_leaves(fn: Callable[..., tuple[Any, ...]], grads: Tree, params: Tree, *states: Tree) -> tuple[Tree, ...]:
+def zero_count(params: Tree) -> torch.Tensor:
+    """Makes the count of updates: i32[], zero, on the device of the first tensor among the parameters."""
+    device = next((leaf.device for leaf in tree.leaves(params) if isinstance(leaf, torch.Tensor)), None)
+    return torch.zeros((), dtype=torch.int32, device=device)
+
+
+def update_leaves(
+    fn: Callable[..., tuple[Any, ...]], grads: Tree, params: Tree, *states: Tree, given: Sequence[Sequence[Any]] = ()
+) -> tuple[Tree, ...]:
     """Runs the update of one leaf over whole trees.
 
     Args:
-        fn: `fn(grad, param, *state) -> (update, *state)`. The gradient comes in float32 or wider.
-        grads: The gradients. Where one is None, the update is None and the state stays as it is.
+        fn: `fn(grad, param, *state, *given) -> (update, *state)`. The gradient comes in the dtype of the moments, which
+            is the parameter's or float32, whichever is wider.
+        grads: The gradients. Where one is None, or the parameter is not a floating-point tensor, the update is None and
+            the state stays as it is.
         params: The parameters.
         *states: The trees of state that `fn` takes and returns.
+        given: What else `fn` takes, such as a mask: sequences with an entry for each leaf.
 
     Returns:
         The tree of updates, then the new trees of state.
     """
 
-    def update_leaf(grad: Any, param: Any, *state: Any) -> tuple[Any, ...]:
-        if grad is None:
-            return (None, *state)
-        return fn(grad.to(full_precision(grad.dtype)), param, *state)
+    def update_leaf(grad: Any, param: Any, *rest: Any) -> tuple[Any, ...]:
+        if grad is None or not is_castable(param):
+            return (None, *rest[: len(states)])
+        return fn(grad.to(full_precision(param.dtype)), param, *rest)
 
-    spec = tree.structure(grads)
-    return tree.unzip(tree.map(update_leaf, grads, params, *states), 1 + len(states), spec)
+    grad_leaves, spec = tree.flatten(grads)
+    columns = [spec.flatten_up_to(other) for other in (params, *states)]
+    results = [update_leaf(*row) for row in zip(grad_leaves, *columns, *given, strict=True)]
+    return tuple(tree.unflatten(spec, [result[i] for result in results]) for i in range(1 + len(states)))
 
 
-def scheduled(value: ScalarOrSchedule, count: torch.Tensor) -> float | torch.Tensor:
+def per_dtype(fn: Callable[[torch.dtype], T], params: Tree) -> dict[torch.dtype, T]:
+    """Computes what is the same for all leaves of one dtype once, not once a leaf.
+
+    Args:
+        fn: Called with the dtype of the moments: the parameter's or float32, whichever is wider.
+        params: The parameters.
+
+    Returns:
+        The results by dtype.
+    """
+    dtypes = dict.fromkeys(full_precision(leaf.dtype) for leaf in tree.leaves(params) if is_castable(leaf))
+    return {dtype: fn(dtype) for dtype in dtypes}
+
+
+def scheduled(value: ScalarOrSchedule, count: torch.Tensor) -> Scalar:
     """Returns the value of a hyper-parameter at a step, whether it is a number, a tensor or a schedule.
 
     Args:
@@ -95,3 +126,59 @@ def scheduled(value: ScalarOrSchedule, count: torch.Tensor) -> float | torch.Ten
         count: i32[], the number of updates made so far.
     """
     return value(count) if callable(value) else value
+
+
+def in_dtype(value: Scalar, dtype: torch.dtype) -> Scalar:
+    """Casts a hyper-parameter if it is a tensor; a Python number has no dtype that could widen or narrow a result."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+
+
+def is_off(value: Scalar) -> bool:
+    """Says whether a hyper-parameter is the Python number zero, so that its term can be left out."""
+    return not isinstance(value, torch.Tensor) and value == 0
+
+
+def bias_correction(decay: Scalar, count: torch.Tensor) -> torch.Tensor:
+    """Computes `1 - decay**count`, the part of a moment that is not still its initial zero.
+
+    The difference of two numbers close to 1 would lose 3 of float32's 7 digits for `decay=0.999`; `expm1` does not.
+
+    Args:
+        decay: The decay rate of the moment, in [0, 1).
+        count: The number of updates made, this one included, in the moment's dtype.
+
+    Returns:
+        A 0-dim tensor of the count's dtype.
+
+    Example:
+        >>> f"{bias_correction(0.999, torch.tensor(1.0)):.8f}"
+        '0.00100000'
+    """
+    if isinstance(decay, torch.Tensor):
+        return -torch.expm1(count * torch.log(decay.to(count.dtype)))
+    return -torch.expm1(count * (math.log(decay) if decay else -math.inf))
+
+
+def add_scaled(x: torch.Tensor, scale: Scalar, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes `x + scale * y` in one pass."""
+    if isinstance(scale, torch.Tensor):
+        return torch.addcmul(x, y.to(x.dtype), scale.to(x.dtype), out=out)
+    return torch.add(x, y.to(x.dtype), alpha=scale, out=out)
+
+
+def reusable(fresh: torch.Tensor, *operands: Any) -> torch.Tensor | None:
+    """Says where the next elementwise results may be written: over a fresh tensor, or None for new memory.
+
+    Passed as `out=`, it saves a third of an update's time on large leaves, and changes no bit. Nothing is overwritten
+    under a transform, where the operands may have batch dimensions that `fresh` lacks, nor where autograd records.
+
+    Args:
+        fresh: A tensor that the caller has just computed and needs no longer.
+        *operands: All other tensors that the results depend on.
+    """
+    if torch.compiler.is_compiling() or _compat.transform_active() or type(fresh) is not torch.Tensor:
+        return None
+    tensors = (fresh, *(operand for operand in operands if isinstance(operand, torch.Tensor)))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
+    return fresh

@@ -1,0 +1,225 @@
+"""What a train step knows about a loss function: which keywords it takes, what it returns, how to differentiate it."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fmp import random, tree
+from fmp.dtypes import full_precision, is_castable
+from fmp.gradients import value_and_grad
+from fmp.policy import Policy
+from fmp.scaling import LossScale, NoOpLossScale
+
+Tree = Any
+LossFn = Callable[..., Any]
+
+
+class LossOutput(NamedTuple):
+    """What one evaluation of a loss gives besides its gradient."""
+
+    loss: torch.Tensor
+    buffers: Tree
+    aux: Tree
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss function with its conventions looked up once.
+
+    Attributes:
+        fn: `fn(params, batch, *, buffers=, seed=, frozen=)`; each keyword only if the function names it. It returns
+            `loss`, `(loss, aux)`, or, if it takes buffers, `(loss, buffers)` or `(loss, buffers, aux)`.
+        has_aux: Whether the function returns auxiliary output.
+        keywords: Those of `buffers`, `seed` and `frozen` that the function names.
+    """
+
+    fn: LossFn
+    has_aux: bool
+    keywords: frozenset[str]
+
+    @classmethod
+    def of(cls, fn: LossFn, has_aux: bool) -> "Loss":
+        """Looks up the keywords of a loss function.
+
+        Raises:
+            TypeError: If `fn` is not callable.
+        """
+        if not callable(fn):
+            raise TypeError(f"loss_fn must be a function (params, batch) -> loss, got {fn!r}")
+        try:
+            names = set(inspect.signature(fn).parameters)
+        except ValueError:  # some functions written in C
+            names = set()
+        # What a partial has filled in already is the caller's choice, not ours.
+        bound = fn.keywords if isinstance(fn, functools.partial) else {}
+        return cls(fn, has_aux, frozenset({"buffers", "seed", "frozen"} & (names - bound.keys())))
+
+    def __call__(self, params: Tree, batch: Tree, **available: Any) -> LossOutput:
+        """Evaluates the loss with those of the available keywords that it takes."""
+        output = self.fn(params, batch, **{name: available[name] for name in sorted(self.keywords)})
+        takes_buffers = "buffers" in self.keywords
+        expected = 1 + takes_buffers + self.has_aux
+        parts = output if isinstance(output, tuple) else (output,)
+        if len(parts) != expected:
+            names = ["loss", *["buffers"] * takes_buffers, *["aux"] * self.has_aux]
+            raise TypeError(
+                f"loss_fn must return ({', '.join(names)}) as it {'takes' if takes_buffers else 'does not take'} "
+                f"buffers and has_aux={self.has_aux}; it returned {len(parts)} value(s)"
+            )
+        loss, *rest = parts
+        if not is_castable(loss):
+            raise TypeError(
+                f"loss_fn must return the loss as a floating-point scalar tensor, got {tree.describe(loss)}"
+            )
+        buffers = rest.pop(0) if takes_buffers else available["buffers"]
+        return LossOutput(loss, buffers, rest[0] if self.has_aux else None)
+
+
+def differentiate(
+    loss: Loss,
+    params: Tree,
+    batch: Tree,
+    *,
+    policy: Policy | None,
+    scaler: LossScale,
+    buffers: Tree,
+    seed: torch.Tensor,
+    frozen: Tree,
+    wrt: Sequence[str] | None = None,
+) -> tuple[LossOutput, Tree]:
+    """Computes a loss and its unscaled gradient.
+
+    Args:
+        loss: The loss.
+        params: The parameters, already in the dtype to compute in.
+        batch: The batch; its floating-point leaves are cast to the policy's compute dtype.
+        policy: Casts batch, buffers and auxiliary output; None leaves everything as it is.
+        scaler: Scales the loss and unscales the gradients. A loss that comes in float16 is scaled by 2^15 at most, the
+            largest power of two that can enter its backward pass; a loss reduced in float32 has no such limit.
+        buffers: Passed to the loss if it takes them. The new ones come back with the dtypes of these.
+        seed: i64[], passed to the loss if it takes it.
+        frozen: Passed to the loss if it takes it, cast like the parameters.
+        wrt: The top-level keys of `params` to differentiate with respect to; None for all.
+
+    Returns:
+        The unscaled loss with buffers and auxiliary output, and the gradients in the structure of what was
+        differentiated.
+    """
+
+    def scaled(variables: Tree, batch: Tree, buffers_in: Tree, frozen: Tree) -> tuple[torch.Tensor, Any]:
+        full = variables if wrt is None else {**params, **variables}
+        value, new_buffers, aux = loss(full, batch, buffers=buffers_in, seed=seed, frozen=frozen)
+        new_buffers = _with_dtypes_of(buffers, new_buffers) if "buffers" in loss.keywords else buffers
+        aux = aux if policy is None else policy.cast_to_output(aux)
+        excess = _excess_of(scaler, value)
+        scaled_value = scaler.scale(value) if excess is None else scaler.scale(value) / excess
+        return scaled_value, (LossOutput(value, new_buffers, aux), excess)
+
+    if policy is not None:
+        batch, frozen = policy.cast_to_compute(batch), policy.cast_to_compute(frozen)
+    buffers_in = buffers if policy is None else policy.cast_to_compute(buffers)
+    variables = params if wrt is None else {key: params[key] for key in wrt}
+    (_, (output, excess)), grads = value_and_grad(scaled, has_aux=True)(variables, batch, buffers_in, frozen)
+    grads = scaler.unscale(grads)
+    if excess is not None:
+        grads = tree.map(lambda grad: None if grad is None else grad * excess.to(grad.dtype), grads)
+    return output._replace(loss=output.loss.to(full_precision(output.loss.dtype))), grads
+
+
+def _excess_of(scaler: LossScale, value: torch.Tensor) -> torch.Tensor | None:
+    """Returns by what factor, at least 1, a scale exceeds what can enter the backward pass of a float16 loss.
+
+    That pass begins with the scale itself, cast to the dtype of the loss, and 2^16 is infinite there. None for a loss
+    in another dtype, or that is not scaled.
+    """
+    if value.dtype != torch.float16 or isinstance(scaler, NoOpLossScale):
+        return None
+    return (scaler.scale(torch.ones((), device=value.device)) / 2.0**15).clamp(min=1.0)
+
+
+def accumulate(
+    gradient_of: Callable[[Tree, Tree, torch.Tensor], tuple[LossOutput, Tree]],
+    batch: Tree,
+    *,
+    count: int,
+    weight_of: Callable[[Tree], torch.Tensor] | None,
+    buffers: Tree,
+    seed: torch.Tensor,
+) -> tuple[LossOutput, Tree]:
+    """Averages a gradient over microbatches, in float32 or wider.
+
+    A microbatch of weight zero counts for nothing, even if its loss is NaN. Buffers pass from one microbatch to the
+    next; those of a microbatch of weight zero do not.
+
+    Args:
+        gradient_of: `gradient_of(microbatch, buffers, seed)`; its gradients are unscaled.
+        batch: The whole batch; dimension 0 of every tensor with dimensions is split into `count` equal parts.
+        count: The number of microbatches.
+        weight_of: Gives the weight of a microbatch, for example its number of valid tokens; None for equal weights.
+        buffers: The buffers that the first microbatch sees.
+        seed: i64[]; each microbatch gets a seed of its own derived from it.
+
+    Returns:
+        The weighted mean loss with the last buffers and the auxiliary outputs (tensors stacked along a new dimension
+        0, other leaves those of the last microbatch), and the weighted mean of the gradients.
+    """
+    total_loss: Any = 0.0
+    total_grads: Tree = None
+    total_weight: Any = 0.0
+    auxes = []
+    for index, microbatch in enumerate(_split(batch, count)):
+        weight = torch.ones((), device=seed.device) if weight_of is None else _checked_weight(weight_of(microbatch))
+        output, grads = gradient_of(microbatch, buffers, random.fold_in(seed, index))
+        buffers = output.buffers if weight_of is None else tree.select(weight != 0, output.buffers, buffers)
+        auxes.append(output.aux)
+        total_weight = total_weight + weight
+        total_loss = total_loss + _weighted(output.loss, weight)
+        grads = tree.map(lambda grad, w=weight: None if grad is None else _weighted(grad, w), grads)
+        if total_grads is None:
+            total_grads = grads
+        else:
+            total_grads = tree.map(lambda total, grad: None if grad is None else total + grad, total_grads, grads)
+
+    divisor = torch.where(total_weight == 0, 1.0, total_weight)
+    grads = tree.map(lambda total: None if total is None else total / divisor.to(total.dtype), total_grads)
+    return LossOutput(total_loss / divisor.to(total_loss.dtype), buffers, _stack(auxes)), grads
+
+
+def _weighted(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    value = value.to(full_precision(value.dtype))
+    return torch.where(weight == 0, 0.0, value * weight.to(value.dtype))
+
+
+def _checked_weight(weight: Any) -> torch.Tensor:
+    if not isinstance(weight, torch.Tensor) or weight.ndim:
+        raise TypeError(f"microbatch_weight must return a scalar tensor, got {tree.describe(weight)}")
+    return weight.to(full_precision(weight.dtype))
+
+
+def _split(batch: Tree, count: int) -> list[Tree]:
+    leaves, spec = tree.flatten(batch)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if len(sizes) != 1 or next(iter(sizes)) % count or 0 in sizes:
+        raise ValueError(
+            f"accumulate={count} splits dimension 0 of the batch into equal parts, but the batch is "
+            f"{tree.describe(batch)}"
+        )
+    columns = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.ndim else [leaf] * count for leaf in leaves]
+    return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
+
+
+def _stack(auxes: list[Tree]) -> Tree:
+    return tree.map(lambda *leaves: torch.stack(leaves) if isinstance(leaves[-1], torch.Tensor) else leaves[-1], *auxes)
+
+
+def _with_dtypes_of(old: Tree, new: Tree) -> Tree:
+    if tree.structure(old) != tree.structure(new):
+        raise ValueError(
+            f"loss_fn must return buffers of the structure it was given: {tree.describe(old)}; "
+            f"it returned {tree.describe(new)}"
+        )
+    return tree.map(lambda a, b: b.to(a.dtype) if is_castable(a) and is_castable(b) else b, old, new)

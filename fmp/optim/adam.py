@@ -1,0 +1,196 @@
+"""Adam and AdamW: two treatments of weight decay around one core."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fmp import tree
+from fmp.optim import checks
+from fmp.optim.base import (
+    GradientTransformation,
+    Scalar,
+    ScalarOrSchedule,
+    add_scaled,
+    bias_correction,
+    in_dtype,
+    is_off,
+    per_dtype,
+    reusable,
+    scheduled,
+    update_leaves,
+    zero_count,
+    zeros,
+)
+from fmp.optim.masks import Mask, selector
+
+Tree = Any
+
+
+@tree.dataclass
+class AdamState:
+    """The state of `adam` and `adamw`.
+
+    Attributes:
+        count: i32[], the number of updates made.
+        first_moment: The running mean of each parameter's gradient, in float32 or wider.
+        second_moment: The running mean of its square.
+    """
+
+    count: torch.Tensor
+    first_moment: Tree
+    second_moment: Tree
+
+
+def adam(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
+) -> GradientTransformation:
+    """Makes Adam (Kingma and Ba 2015), as `torch.optim.Adam` defines it.
+
+        g = g + weight_decay * p
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        p = p - learning_rate * (m / (1 - b1**t)) / (sqrt(v / (1 - b2**t)) + eps)
+
+    Args:
+        learning_rate: A number, a 0-dim tensor, or a schedule, which is asked at 0 for the first update.
+        b1: The decay rate of the first moment.
+        b2: The decay rate of the second moment.
+        eps: What is added to the denominator.
+        weight_decay: The factor of the parameter that is added to its gradient (L2 regularisation, which the moments
+            see; `adamw` has the other kind).
+
+    Returns:
+        The optimizer; its state is an `AdamState`.
+
+    Raises:
+        ValueError: If `b1` or `b2` is outside [0, 1), or another number is negative or not finite.
+
+    Example:
+        >>> tx = adam(0.1)
+        >>> params = {"w": torch.zeros(2)}
+        >>> updates, state = tx.update({"w": torch.tensor([5.0, -1e-3])}, tx.init(params), params)
+        >>> updates, state.count
+        ({'w': tensor([-0.1000,  0.1000])}, tensor(1, dtype=torch.int32))
+    """
+    return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=False, mask=None)
+
+
+def adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 1e-2,
+    mask: Mask | None = None,
+) -> GradientTransformation:
+    """Makes AdamW (Loshchilov and Hutter 2019), as `torch.optim.AdamW` defines it.
+
+    Like `adam`, but the decay goes past the moments straight into the update:
+
+        p = p - learning_rate * (m / (1 - b1**t) / (sqrt(v / (1 - b2**t)) + eps) + weight_decay * p)
+
+    Args:
+        learning_rate: A number, a 0-dim tensor, or a schedule, which is asked at 0 for the first update.
+        b1: The decay rate of the first moment.
+        b2: The decay rate of the second moment.
+        eps: What is added to the denominator.
+        weight_decay: The factor of the parameter in the update.
+        mask: Which leaves decay: a tree of bools, name patterns, or a function of a leaf's path; None for all.
+
+    Returns:
+        The optimizer; its state is an `AdamState`.
+
+    Raises:
+        ValueError: If `b1` or `b2` is outside [0, 1), or another number is negative or not finite.
+
+    Example:
+        >>> tx = adamw(0.1, weight_decay=0.5, mask=["*.weight"])
+        >>> params = {"layer.weight": torch.ones(1), "layer.bias": torch.ones(1)}
+        >>> grads = {"layer.weight": torch.zeros(1), "layer.bias": torch.zeros(1)}
+        >>> tx.update(grads, tx.init(params), params)[0]["layer.weight"]
+        tensor([-0.0500])
+    """
+    return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=True, mask=mask)
+
+
+class _Coefficients(NamedTuple):
+    """What the update of every leaf of one dtype needs: numbers, or 0-dim tensors of that dtype."""
+
+    first_weight: Scalar
+    second_weight: Scalar
+    step_size: torch.Tensor
+    eps: Scalar
+    shrink: Scalar
+
+
+def _adam(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    weight_decay: Scalar,
+    *,
+    decoupled: bool,
+    mask: Mask | None,
+) -> GradientTransformation:
+    checks.number_or_schedule("learning_rate", learning_rate)
+    checks.number("b1", b1, below=1.0)
+    checks.number("b2", b2, below=1.0)
+    checks.number("eps", eps)
+    checks.number("weight_decay", weight_decay)
+    coupled_decay = 0.0 if decoupled else weight_decay
+    decoupled_decay = weight_decay if decoupled else 0.0
+    select = selector(True if mask is None else mask, "mask")
+
+    def init(params: Tree) -> AdamState:
+        select(params)
+        return AdamState(count=zero_count(params), first_moment=zeros(params), second_moment=zeros(params))
+
+    def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        rate = scheduled(learning_rate, state.count)
+        count = state.count + 1
+        coefficients = per_dtype(lambda dtype: coefficients_for(dtype, rate, count), params)
+
+        def update_leaf(
+            grad: torch.Tensor, param: torch.Tensor, first: torch.Tensor, second: torch.Tensor, decays: bool
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            use = coefficients[grad.dtype]
+            if not is_off(coupled_decay):
+                grad = add_scaled(grad, coupled_decay, param)
+            square = grad * grad
+            first = torch.lerp(first, grad, use.first_weight)
+            second = torch.lerp(second, square, use.second_weight)
+
+            out = reusable(square, param, first, second, *use)
+            step = torch.sqrt(second, out=out)
+            step = torch.add(step, use.eps, out=out)
+            step = torch.div(first, step, out=out)
+            step = torch.mul(step, use.step_size, out=out)
+            if decays and not is_off(use.shrink):
+                step = add_scaled(step, use.shrink, param, out=out)
+            return step, first, second
+
+        updates, first_moment, second_moment = update_leaves(
+            update_leaf, grads, params, state.first_moment, state.second_moment, given=(select(params),)
+        )
+        return updates, AdamState(count=count, first_moment=first_moment, second_moment=second_moment)
+
+    def coefficients_for(dtype: torch.dtype, rate: Scalar, count: torch.Tensor) -> _Coefficients:
+        rate = in_dtype(rate, dtype)
+        first_correction = bias_correction(b1, count.to(dtype))
+        # The correction of the second moment moves out of the square root, from every entry into two scalars:
+        # m / (sqrt(v / c) + eps) = sqrt(c) * m / (sqrt(v) + sqrt(c) * eps).
+        root_correction = bias_correction(b2, count.to(dtype)).sqrt()
+        return _Coefficients(
+            first_weight=1.0 - in_dtype(b1, dtype),
+            second_weight=1.0 - in_dtype(b2, dtype),
+            step_size=root_correction / first_correction * -rate,
+            eps=root_correction * in_dtype(eps, dtype),
+            shrink=-rate * in_dtype(decoupled_decay, dtype),
+        )
+
+    return GradientTransformation(init, update)

@@ -1,0 +1,97 @@
+"""inject_hyperparams: hyper-parameters as state, to be watched, logged and changed while training."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from fmp import tree
+from fmp.optim.base import GradientTransformation, zero_count
+
+Tree = Any
+
+
+@tree.dataclass
+class InjectHyperparamsState:
+    """The state of `inject_hyperparams`.
+
+    Attributes:
+        count: i32[], the number of updates made.
+        hyperparams: f32[] each, by name: the values that the last update used; before the first, those it will use.
+        inner: The state of the optimizer itself.
+    """
+
+    count: torch.Tensor
+    hyperparams: dict[str, torch.Tensor]
+    inner: Tree
+
+
+def inject_hyperparams(
+    factory: Callable[..., GradientTransformation], *, static: Collection[str] = ("mask", "labels")
+) -> Callable[..., GradientTransformation]:
+    """Wraps an optimizer's factory so that its hyper-parameters become leaves of the state.
+
+    Every keyword argument that is given becomes one: a number or 0-dim tensor stays until someone changes it, a
+    schedule is asked anew at each update. Arguments that are left out keep their defaults and are not in the state.
+    Bools, None, strings and containers go to the factory as they are.
+
+    Args:
+        factory: Makes the optimizer; called in every update, with 0-dim tensors for the numbers.
+        static: Names of arguments that go to the factory as they are, though they are numbers or functions.
+
+    Returns:
+        A function of the factory's keyword arguments that returns the optimizer; its state is an
+        `InjectHyperparamsState`.
+
+    Raises:
+        ValueError: As the factory does (when the returned function is called).
+
+    Example:
+        >>> import fmp.optim as optim
+        >>> tx = optim.inject_hyperparams(optim.sgd)(learning_rate=0.5)
+        >>> params = {"w": torch.ones(1)}
+        >>> state = tx.init(params)
+        >>> state = tree.replace(state, hyperparams={"learning_rate": torch.tensor(0.25)})
+        >>> tx.update(params, state, params)[0]
+        {'w': tensor([-0.2500])}
+    """
+    static = frozenset([static] if isinstance(static, str) else static)
+
+    def make(**kwargs: Any) -> GradientTransformation:
+        dynamic = {name for name, value in kwargs.items() if name not in static and _is_hyperparam(value)}
+        fixed = {name: value for name, value in kwargs.items() if name not in dynamic}
+        schedules = {name: kwargs[name] for name in dynamic if callable(kwargs[name])}
+        constants = {name: kwargs[name] for name in dynamic - schedules.keys()}
+        # Made once with the plain numbers, so that the factory can refuse them now.
+        factory(**fixed, **constants, **_asked(schedules, zero_count(None)))
+
+        def init(params: Tree) -> InjectHyperparamsState:
+            count = zero_count(params)
+            hyperparams = {name: _scalar(value, count.device) for name, value in constants.items()}
+            hyperparams |= _asked(schedules, count)
+            return InjectHyperparamsState(count, hyperparams, factory(**fixed, **hyperparams).init(params))
+
+        def update(grads: Tree, state: InjectHyperparamsState, params: Tree) -> tuple[Tree, InjectHyperparamsState]:
+            hyperparams = {**state.hyperparams, **_asked(schedules, state.count)}
+            updates, inner = factory(**fixed, **hyperparams).update(grads, state.inner, params)
+            return updates, InjectHyperparamsState(state.count + 1, hyperparams, inner)
+
+        return GradientTransformation(init, update)
+
+    return make
+
+
+def _is_hyperparam(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int | float | torch.Tensor) or callable(value)
+
+
+def _scalar(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(device=device, dtype=torch.float32, copy=True)
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def _asked(schedules: dict[str, Callable[[torch.Tensor], Any]], count: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(schedule(count)).to(torch.float32) for name, schedule in schedules.items()}

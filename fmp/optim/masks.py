@@ -1,0 +1,85 @@
+"""Masks: the three ways to say which leaves of a tree are meant."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from fmp import tree
+from fmp.patterns import matcher
+
+Tree = Any
+Mask = Tree | Iterable[str] | Callable[[str], bool]
+
+
+def selector(mask: Mask, name: str) -> Callable[[Tree], list[bool]]:
+    """Turns a mask into a function that says for each leaf of a tree whether it is meant.
+
+    Args:
+        mask: One of
+            a tree of bools, where a bool may stand for a whole subtree;
+            patterns that the names of the meant leaves match, as in `fmp.patterns.matches`;
+            a function of a leaf's path (`blocks/3/attn/qkv`) that returns a bool.
+        name: The name of the argument, for messages.
+
+    Returns:
+        A function from a tree to a list of bools, one a leaf, in the order of `fmp.tree.leaves`.
+
+    Raises:
+        TypeError: If the mask holds or returns something other than bools.
+        ValueError: If its structure does not fit the tree (when the function is called).
+
+    Example:
+        >>> selector(["*.norm"], "mask")({"norm": {"weight": 0, "bias": 1}, "weight": 2})
+        [True, True, False]
+        >>> selector({"norm": False, "weight": True}, "mask")({"norm": {"weight": 0, "bias": 1}, "weight": 2})
+        [False, False, True]
+    """
+    if isinstance(mask, Iterator):
+        mask = tuple(mask)
+    if callable(mask):
+        return _by_path(mask, name)
+    if isinstance(mask, str) or _is_patterns(mask):
+        return _by_path(matcher(mask), name)
+    for path, flag in tree.items(mask):
+        _checked_flag(flag, path, name)
+    return lambda params: broadcast(mask, params, name)
+
+
+def broadcast(prefix: Tree, full: Tree, name: str) -> list[Any]:
+    """Finds for every leaf of a tree the value that another tree has there, or for the subtree that the leaf is in.
+
+    Args:
+        prefix: The tree of values; a leaf of it may stand for a whole subtree.
+        full: The tree that sets the structure.
+        name: What the prefix is called in messages.
+
+    Returns:
+        The values, one for each leaf of `full`.
+
+    Raises:
+        ValueError: If the two structures do not fit.
+
+    Example:
+        >>> broadcast({"a": 1, "b": 2}, {"a": [None, None], "b": None}, "rates")
+        [1, 1, 2]
+    """
+    try:
+        branches = tree.structure(prefix).flatten_up_to(full)
+    except ValueError as error:
+        raise ValueError(f"the structure of {name} does not fit the tree: {error}") from error
+    return [value for value, branch in zip(tree.leaves(prefix), branches, strict=True) for _ in tree.leaves(branch)]
+
+
+def _by_path(meant: Callable[[str], Any], name: str) -> Callable[[Tree], list[bool]]:
+    return lambda params: [_checked_flag(meant(path), path, name) for path in tree.paths(params)]
+
+
+def _is_patterns(mask: Any) -> bool:
+    return (
+        isinstance(mask, Collection) and not isinstance(mask, Mapping) and all(isinstance(item, str) for item in mask)
+    )
+
+
+def _checked_flag(flag: Any, path: str, name: str) -> bool:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must say True or False for {path!r}, got {flag!r} of type {type(flag).__name__}")
+    return flag

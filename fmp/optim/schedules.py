@@ -1,0 +1,185 @@
+"""Schedules: the value of a hyper-parameter as a pure function of the number of updates made so far.
+
+A schedule takes the count, i32[], and returns f32[]. The first update asks it at 0.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fmp.optim import checks
+from fmp.optim.base import Schedule
+
+
+def constant(value: float) -> Schedule:
+    """Makes a schedule that always has the same value.
+
+    Args:
+        value: The value.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If `value` is negative or not finite.
+
+    Example:
+        >>> constant(0.5)(torch.tensor(7))
+        tensor(0.5000)
+    """
+    checks.number("value", value)
+    return lambda count: torch.full_like(count, value, dtype=torch.float32)
+
+
+def linear(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
+    """Makes a schedule that goes from one value to another in a straight line, and stays there.
+
+    Args:
+        init_value: The value up to `transition_begin`.
+        end_value: The value from `transition_begin + transition_steps` on, exactly.
+        transition_steps: The number of steps from one to the other, at least 1.
+        transition_begin: The last count with the initial value.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a value is negative or not finite, or a number of steps is too small.
+
+    Example:
+        >>> schedule = linear(1.0, 0.0, transition_steps=4)
+        >>> [schedule(torch.tensor(count)).item() for count in (0, 1, 4, 9)]
+        [1.0, 0.75, 0.0, 0.0]
+    """
+    checks.number("init_value", init_value)
+    checks.number("end_value", end_value)
+    checks.steps("transition_steps", transition_steps, low=1)
+    checks.steps("transition_begin", transition_begin, low=0)
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        progress = _since(count, transition_begin) / transition_steps
+        start, end = torch.full_like(progress, init_value), torch.full_like(progress, end_value)
+        return torch.lerp(start, end, progress.clamp(max=1.0))
+
+    return schedule
+
+
+def exponential_decay(
+    init_value: float,
+    transition_steps: int,
+    decay_rate: float,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: float | None = None,
+) -> Schedule:
+    """Makes a schedule that is multiplied by the same factor over and over.
+
+        value = init_value * decay_rate ** ((count - transition_begin) / transition_steps)
+
+    Args:
+        init_value: The value up to `transition_begin`.
+        transition_steps: The number of steps in which the value changes by `decay_rate`, at least 1.
+        decay_rate: The factor; above 0.
+        transition_begin: The last count with the initial value.
+        staircase: Whether the value stays constant for `transition_steps`, then jumps.
+        end_value: Where to stop: a lower bound if `decay_rate` is below 1, else an upper bound.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a value is negative or not finite, `decay_rate` is 0, or a number of steps is too small.
+
+    Example:
+        >>> schedule = exponential_decay(1.0, transition_steps=2, decay_rate=0.25, end_value=0.1)
+        >>> [round(schedule(torch.tensor(count)).item(), 6) for count in (0, 1, 2, 9)]
+        [1.0, 0.5, 0.25, 0.1]
+    """
+    checks.number("init_value", init_value)
+    checks.number("decay_rate", decay_rate)
+    checks.steps("transition_steps", transition_steps, low=1)
+    checks.steps("transition_begin", transition_begin, low=0)
+    if decay_rate == 0:
+        raise ValueError("decay_rate must be above 0, got 0")
+    if end_value is not None:
+        checks.number("end_value", end_value)
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        exponent = _since(count, transition_begin) / transition_steps
+        if staircase:
+            exponent = exponent.floor()
+        value = init_value * torch.exp(exponent * math.log(decay_rate))
+        if end_value is None:
+            return value
+        return value.clamp(min=end_value) if decay_rate < 1 else value.clamp(max=end_value)
+
+    return schedule
+
+
+def piecewise_constant(values: Sequence[float], boundaries: Sequence[int]) -> Schedule:
+    """Makes a schedule that jumps from one value to the next.
+
+    Args:
+        values: The values, one more than there are boundaries.
+        boundaries: The counts at which the next value begins, in rising order.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a value is negative or not finite, or boundaries do not rise or are not one fewer than values.
+
+    Example:
+        >>> schedule = piecewise_constant([1.0, 0.5, 0.25], boundaries=[10, 20])
+        >>> [schedule(torch.tensor(count)).item() for count in (0, 9, 10, 20)]
+        [1.0, 1.0, 0.5, 0.25]
+    """
+    _check_boundaries("values", values, boundaries)
+    return join([constant(value) for value in values], boundaries)
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """Makes one schedule of several that follow each other; each counts from 0 where it begins.
+
+    Args:
+        schedules: The schedules, one more than there are boundaries.
+        boundaries: The counts at which the next schedule begins, in rising order.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If boundaries do not rise, or are not one fewer than schedules.
+        TypeError: If a schedule is not a function.
+
+    Example:
+        >>> schedule = join([linear(0.0, 1.0, 2), constant(0.5)], boundaries=[4])
+        >>> [schedule(torch.tensor(count)).item() for count in (0, 1, 3, 4)]
+        [0.0, 0.5, 1.0, 0.5]
+    """
+    _check_boundaries("schedules", schedules, boundaries)
+    for index, part in enumerate(schedules):
+        if not callable(part):
+            raise TypeError(f"schedules[{index}] is {part!r}, not a function of the count; use constant({part!r})")
+    first, *later = schedules
+    boundaries = tuple(boundaries)
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        value = first(count)
+        for begin, part in zip(boundaries, later, strict=True):
+            value = torch.where(count < begin, value, part((count - begin).clamp(min=0)))
+        return value
+
+    return schedule
+
+
+def _since(count: torch.Tensor, begin: int) -> torch.Tensor:
+    return (count - begin).clamp(min=0).to(torch.float32)
+
+
+def _check_boundaries(name: str, pieces: Sequence[object], boundaries: Sequence[int]) -> None:
+    if len(pieces) != len(boundaries) + 1:
+        raise ValueError(f"{name} must be one more than boundaries, got {len(pieces)} and {len(boundaries)}")
+    for index, boundary in enumerate(boundaries):
+        checks.steps(f"boundaries[{index}]", boundary, low=boundaries[index - 1] + 1 if index else 1)

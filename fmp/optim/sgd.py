@@ -1,0 +1,112 @@
+"""SGD, with momentum."""
+
+from typing import Any
+
+import torch
+
+from fmp import tree
+from fmp.optim import checks
+from fmp.optim.base import (
+    GradientTransformation,
+    Scalar,
+    ScalarOrSchedule,
+    add_scaled,
+    in_dtype,
+    is_off,
+    per_dtype,
+    scheduled,
+    update_leaves,
+    zero_count,
+    zeros,
+)
+
+Tree = Any
+
+
+@tree.dataclass
+class SgdState:
+    """The state of `sgd`.
+
+    Attributes:
+        count: i32[], the number of updates made.
+        momentum: The running sum of gradients of each parameter, in float32 or wider; None without momentum.
+    """
+
+    count: torch.Tensor
+    momentum: Tree
+
+
+def sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: Scalar | None = None,
+    nesterov: bool = False,
+    weight_decay: Scalar = 0.0,
+    *,
+    dampening: Scalar = 0.0,
+) -> GradientTransformation:
+    """Makes stochastic gradient descent, as `torch.optim.SGD` defines it.
+
+        g = g + weight_decay * p
+        m = momentum * m + (1 - dampening) * g          (the first time, m = g)
+        p = p - learning_rate * (g + momentum * m if nesterov else m)
+
+    Args:
+        learning_rate: A number, a 0-dim tensor, or a schedule, which is asked at 0 for the first update.
+        momentum: How much of the old running sum stays; None or 0 for none.
+        nesterov: Whether to look ahead along the momentum (Sutskever et al. 2013).
+        weight_decay: The factor of the parameter that is added to its gradient (L2 regularisation).
+        dampening: How much of a new gradient is left out of the running sum.
+
+    Returns:
+        The optimizer; its state is an `SgdState`.
+
+    Raises:
+        ValueError: If a number is negative or not finite, or `nesterov` comes without momentum or with dampening.
+
+    Example:
+        >>> tx = sgd(0.1, momentum=0.9)
+        >>> params = {"w": torch.ones(2)}
+        >>> updates, state = tx.update({"w": torch.ones(2)}, tx.init(params), params)
+        >>> updates, state.momentum
+        ({'w': tensor([-0.1000, -0.1000])}, {'w': tensor([1., 1.])})
+    """
+    checks.number_or_schedule("learning_rate", learning_rate)
+    checks.number("weight_decay", weight_decay)
+    checks.number("dampening", dampening)
+    if momentum is not None:
+        checks.number("momentum", momentum)
+        momentum = None if is_off(momentum) else momentum
+    if nesterov and (momentum is None or not is_off(dampening)):
+        raise ValueError(f"nesterov=True needs momentum and no dampening, got {momentum=} and {dampening=}")
+
+    def init(params: Tree) -> SgdState:
+        return SgdState(count=zero_count(params), momentum=None if momentum is None else zeros(params))
+
+    def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
+        rate = scheduled(learning_rate, state.count)
+        rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
+        # The weight of a new gradient in the running sum.
+        gain = None if is_off(dampening) else torch.where(state.count == 0, 1.0, 1.0 - dampening)
+
+        def decayed(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+            return grad if is_off(weight_decay) else add_scaled(grad, weight_decay, param)
+
+        def plain(grad: torch.Tensor, param: torch.Tensor) -> tuple[torch.Tensor]:
+            return (decayed(grad, param) * -rates[grad.dtype],)
+
+        def with_momentum(
+            grad: torch.Tensor, param: torch.Tensor, total: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            assert momentum is not None
+            grad = decayed(grad, param)
+            total = add_scaled(grad if gain is None else grad * gain.to(grad.dtype), momentum, total)
+            direction = add_scaled(grad, momentum, total) if nesterov else total
+            return direction * -rates[grad.dtype], total
+
+        if momentum is None:
+            (updates,) = update_leaves(plain, grads, params)
+            return updates, SgdState(count=state.count + 1, momentum=None)
+        updates, totals = update_leaves(with_momentum, grads, params, state.momentum)
+        return updates, SgdState(count=state.count + 1, momentum=totals)
+
+    return GradientTransformation(init, update)

@@ -1,0 +1,191 @@
+"""`fmp.train_step`: reads what the user asks for, and says what does not fit together."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fmp.loss import Loss, LossFn
+from fmp.optim import GradientTransformation
+from fmp.policy import Policy
+from fmp.scaling import LossScale, NoOpLossScale, loss_scale as parse_loss_scale
+from fmp.step import ONLY, TrainStep, advance
+
+Tree = Any
+ScaleSpec = str | float | LossScale | None
+
+
+def train_step(
+    loss_fn: LossFn | Mapping[str, LossFn],
+    optimizer: GradientTransformation | Mapping[str, GradientTransformation],
+    *,
+    policy: Policy | None = None,
+    loss_scale: ScaleSpec | Mapping[str, ScaleSpec] = None,
+    accumulate: int = 1,
+    microbatch_weight: Callable[[Tree], torch.Tensor] | None = None,
+    clip_norm: float | None = None,
+    ema: float | None = None,
+    has_aux: bool | Mapping[str, bool] = False,
+    skip_nonfinite: bool | Mapping[str, bool] | None = None,
+    uses: Mapping[str, Sequence[str]] | None = None,
+    donate: bool = False,
+    compile: bool = False,
+) -> TrainStep:
+    """Makes a pure train step from a loss function and an optimizer.
+
+    One step does, in this order:
+
+        compute   = policy.cast_to_compute(state.params)
+        loss, g   = value_and_grad(lambda p: scaler.scale(loss_fn(p, batch)))(compute)
+        g         = scaler.unscale(g)
+        finite    = all_finite(g)
+        norm      = global_norm(g)
+        g         = clip_to_norm(g, norm, clip_norm)
+        full      = master.merge(state.params, state.master)
+        updates, opt_state = optimizer.update(g, state.opt_state, full)
+        params, masters    = master.split(apply_updates(full, updates), state.params, state.master)
+        state     = select(finite, new_state, state)        # if the scaler is one that skips
+        scaler    = scaler.adjust(finite)
+
+    A skipped step leaves every leaf bit-identical, step count, schedule and buffers included; only the loss scale, its
+    count and `skip_count` move. The step makes no host sync, works under `torch.func.vmap` (one state a member, each
+    with its own loss scale), and never changes its inputs.
+
+    Several losses or optimizers: pass dictionaries. `optimizer={key: tx}` has a key for each top-level entry of
+    `params`; `loss_fn={name: fn}` a name for each loss; `uses={name: [keys]}` says which parameters a loss changes
+    (all of them by default). All losses see the same parameters; buffers pass from one loss to the next; a loss with
+    non-finite gradients skips exactly the optimizers that use it. `loss_scale`, `has_aux` and `skip_nonfinite` may
+    then be dictionaries by loss. Alternating updates, as in a GAN, are two steps.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, *, buffers=, seed=, frozen=)`, each keyword only if the function names it. It
+            returns `loss`, `(loss, aux)`, or, if it takes buffers, `(loss, buffers)` or `(loss, buffers, aux)`.
+        optimizer: Changes the parameters.
+        policy: The precision policy; None computes in the parameters' own dtypes.
+        loss_scale: `"dynamic"`, a number, a scaler, or None for what the policy says.
+        accumulate: The number of microbatches that dimension 0 of the batch is split into. Gradients are averaged in
+            float32; one bad microbatch skips the whole step.
+        microbatch_weight: Gives the weight of a microbatch (a scalar tensor), for example its number of valid tokens.
+            One of weight zero counts for nothing, whatever its loss.
+        clip_norm: The largest norm of the unscaled gradients, for each optimizer on its own.
+        ema: The decay of a moving average of the parameters, kept in `state.ema`.
+        has_aux: Whether the loss function returns auxiliary output, which comes back in the metrics.
+        skip_nonfinite: Whether to skip a step with non-finite gradients. By default a static or dynamic loss scale
+            skips, no loss scale does not.
+        uses: Which groups of parameters each loss changes.
+        donate: Free the old state during the step. It cannot be used afterwards; trying raises `DonatedStateError`.
+        compile: Compile the whole step with `torch.compile(fullgraph=True)`.
+
+    Returns:
+        The step. `step.init(params)` makes the first state, `step(state, batch)` returns `(state, metrics)`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+        KeyError: If dictionaries name different losses or groups.
+
+    Example:
+        >>> def loss_fn(params, batch):
+        ...     x, y = batch
+        ...     return ((x @ params["w"] - y) ** 2).mean()
+        >>> scaler = fmp.DynamicLossScale(init_scale=1024.0)
+        >>> step = fmp.train_step(loss_fn, fmp.optim.sgd(0.1), policy=fmp.opt_level("O2"), loss_scale=scaler)
+        >>> state = step.init({"w": torch.zeros(2)})
+        >>> state, metrics = step(state, (torch.ones(4, 2), torch.ones(4)))
+        >>> metrics.loss, state.params["w"], state.loss_scale.loss_scale
+        (tensor(1.), tensor([0.2000, 0.2000], dtype=torch.float16), tensor(1024.))
+    """
+    loss_fns = dict(loss_fn) if isinstance(loss_fn, Mapping) else {ONLY: loss_fn}
+    optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {ONLY: optimizer}
+    _check_names("loss_fn", loss_fns, isinstance(loss_fn, Mapping))
+    _check_names("optimizer", optimizers, isinstance(optimizer, Mapping))
+    for key, tx in optimizers.items():
+        if not isinstance(tx, GradientTransformation):
+            raise TypeError(
+                f"optimizer{_at(key)} must be a GradientTransformation such as fmp.optim.adamw(1e-3), got {tx!r}"
+            )
+    if microbatch_weight is not None and not callable(microbatch_weight):
+        raise TypeError(f"microbatch_weight must be a function of a microbatch, got {microbatch_weight!r}")
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"policy must be a Policy or None, got {policy!r}; see fmp.opt_level and fmp.Policy.parse")
+
+    names = list(loss_fns)
+    default_scale = None if policy is None else policy.loss_scale
+    specs = {name: default_scale if spec is None else spec for name, spec in _by_loss("loss_scale", loss_scale, names)}
+    scalers = {name: parse_loss_scale(spec) for name, spec in specs.items()}
+    skips = {
+        name: not isinstance(scalers[name], NoOpLossScale) if skip is None else _checked_flag("skip_nonfinite", skip)
+        for name, skip in _by_loss("skip_nonfinite", skip_nonfinite, names)
+    }
+    aux = {name: _checked_flag("has_aux", flag) for name, flag in _by_loss("has_aux", has_aux, names)}
+    return TrainStep(
+        losses={name: Loss.of(fn, aux[name]) for name, fn in loss_fns.items()},
+        optimizers=optimizers,
+        scalers=scalers,
+        skips=skips,
+        uses=_checked_uses(uses, names, list(optimizers)),
+        policy=policy,
+        accumulate=_checked_count(accumulate),
+        microbatch_weight=microbatch_weight,
+        clip_norm=None if clip_norm is None else _checked_number("clip_norm", clip_norm, 0.0, math.inf),
+        ema=None if ema is None else _checked_number("ema", ema, 0.0, 1.0),
+        donate=_checked_flag("donate", donate),
+        advance=torch.compile(advance, fullgraph=True) if _checked_flag("compile", compile) else advance,
+    )
+
+
+def _by_loss(argument: str, value: Any, names: list[str]) -> list[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        return [(name, value) for name in names]
+    if value.keys() != set(names):
+        raise KeyError(f"{argument} names the losses {sorted(value)}, loss_fn names {sorted(names)}")
+    return [(name, value[name]) for name in names]
+
+
+def _checked_uses(
+    uses: Mapping[str, Sequence[str]] | None, names: list[str], keys: list[str]
+) -> Mapping[str, tuple[str, ...]]:
+    if uses is None:
+        return {name: tuple(keys) for name in names}
+    if not isinstance(uses, Mapping):
+        raise TypeError(f"uses must be a dictionary from a loss to its optimizer keys, got {uses!r}")
+    if uses.keys() != set(names):
+        raise KeyError(f"uses names the losses {sorted(uses)}, loss_fn names {sorted(names)}")
+    for name, used in uses.items():
+        if isinstance(used, str) or not used:
+            raise TypeError(f"uses[{name!r}] must be a list of at least one optimizer key, got {used!r}")
+        if unknown := set(used) - set(keys):
+            raise KeyError(f"uses[{name!r}] names {sorted(unknown)}; the optimizers are {sorted(keys)}")
+    if unused := set(keys) - {key for used in uses.values() for key in used}:
+        raise KeyError(f"no loss uses the optimizers {sorted(unused)}; take them out or name them in `uses`")
+    return {name: tuple(uses[name]) for name in names}
+
+
+def _check_names(argument: str, mapping: Mapping[str, Any], named: bool) -> None:
+    if named and (not mapping or not all(isinstance(name, str) and name for name in mapping)):
+        raise ValueError(f"{argument} must have non-empty strings as keys, got {list(mapping)}")
+
+
+def _checked_count(accumulate: Any) -> int:
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ValueError(f"accumulate must be a whole number of microbatches, at least 1, got {accumulate!r}")
+    return accumulate
+
+
+def _checked_flag(argument: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} must be True or False, got {value!r}")
+    return value
+
+
+def _checked_number(argument: str, value: Any, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{argument} must be a number, got {value!r}")
+    if not low <= value < high:
+        raise ValueError(f"{argument} must be at least {low} and below {high}, got {value}")
+    return float(value)
+
+
+def _at(key: str) -> str:
+    return f"[{key!r}]" if key else ""

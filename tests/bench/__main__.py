@@ -1,0 +1,143 @@
+"""Measures fmp next to its peers and prints one table of ratios.
+
+    python -m tests.bench                    # everything, about ten minutes on two cores
+    python -m tests.bench --only mlp         # one of lm, mlp, memory
+    python -m tests.bench --threads 2
+
+JAX is measured if `jax`, `jmp` and `optax` are installed; nothing else in fmp needs them.
+"""
+
+import argparse
+import importlib.util
+import json
+import platform
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import fmp
+from tests.bench.gradient_memory import peaks
+from tests.bench.harness import Contender, race
+
+RESULTS = Path(__file__).parent / "results"
+LM, MLP = "tests.bench.lm_step", "tests.bench.mlp_step"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: the ratio is what fmp is better by, so more is better."""
+
+    what: str
+    fmp: float
+    peer: float
+    unit: str
+    ratio: float
+    target: float
+
+    @property
+    def met(self) -> bool:
+        """Whether the ratio reaches its target."""
+        return self.ratio >= self.target
+
+
+def lm_rows(arguments: argparse.Namespace) -> list[Row]:
+    """The language-model step in bfloat16."""
+    contenders = [
+        Contender("fmp eager", LM, "fmp"),
+        Contender("fmp donated", LM, "fmp-donated"),
+        Contender("fmp compiled", LM, "fmp-compiled"),
+        Contender("torch.amp eager", LM, "amp"),
+        Contender("torch.amp compiled", LM, "amp-compiled"),
+    ]
+    if all(importlib.util.find_spec(name) for name in ("jax", "jmp", "optax")):
+        contenders.append(Contender("JAX + jmp + optax", "tests.bench.jax_lm", "jit"))
+    times = race(contenders, threads=arguments.threads, rounds=arguments.rounds, steps=4, report=tqdm.write)
+    pairs = [
+        ("fmp eager", "torch.amp eager", 0.95),
+        ("fmp donated", "torch.amp eager", 0.95),
+        ("fmp compiled", "torch.amp eager", 1.5),
+        ("fmp compiled", "torch.amp compiled", 1.0),
+        ("fmp compiled", "JAX + jmp + optax", 3.0),
+    ]
+    return [row for pair in pairs if (row := compare("LM step, bf16", times, *pair))]
+
+
+def mlp_rows(arguments: argparse.Namespace) -> list[Row]:
+    """The step of a small network in float32."""
+    contenders = [
+        Contender("fmp eager", MLP, "fmp"),
+        Contender("fmp donated", MLP, "fmp-donated"),
+        Contender("fmp compiled", MLP, "fmp-compiled"),
+        Contender("torch eager", MLP, "torch"),
+    ]
+    times = race(contenders, threads=1, rounds=arguments.rounds, steps=10, report=tqdm.write)
+    mine = ("fmp eager", "fmp donated", "fmp compiled")
+    return [row for name in mine if (row := compare("MLP, 20 steps, f32", times, name, "torch eager", 1.0))]
+
+
+def memory_rows(arguments: argparse.Namespace) -> list[Row]:
+    """The peak memory of a gradient."""
+    found = peaks()
+    mine, reference, func = found["fmp.value_and_grad"], found["torch.autograd.grad"], found["torch.func.grad"]
+    return [
+        Row("gradient, peak memory: fmp / torch.autograd", mine, reference, "MiB", reference / mine, 1 / 1.05),
+        Row("gradient, peak memory: fmp / torch.func.grad", mine, func, "MiB", func / mine, 2.0),
+    ]
+
+
+def compare(what: str, times: dict[str, float | None], mine: str, peer: str, target: float) -> Row | None:
+    """Makes a row of two times, or None where one of them could not be measured."""
+    ours, theirs = times.get(mine), times.get(peer)
+    if ours is None or theirs is None:
+        return None
+    return Row(f"{what}: {mine} / {peer}", ours, theirs, "ms", theirs / ours, target)
+
+
+def table(rows: list[Row]) -> str:
+    """Writes rows as a Markdown table."""
+    lines = ["| what | fmp | peer | better by | target | met |", "| --- | ---: | ---: | ---: | ---: | --- |"]
+    lines += [
+        f"| {row.what} | {row.fmp:.1f} {row.unit} | {row.peer:.1f} {row.unit} | {row.ratio:.2f} x | {row.target:.2f} x "
+        f"| {'yes' if row.met else 'no'} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def processor() -> str:
+    """Names the processor, as far as the system says."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["lm", "mlp", "memory"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--save", help="keep the table under tests/bench/results by this name")
+    arguments = parser.parse_args()
+
+    sections = {"memory": memory_rows, "mlp": mlp_rows, "lm": lm_rows}
+    chosen = [arguments.only] if arguments.only else list(sections)
+    rows = [row for name in tqdm(chosen, desc="benchmarks") for row in sections[name](arguments)]
+    heading = (
+        f"{date.today()}, {processor()}, {arguments.threads} thread(s), "
+        f"Python {platform.python_version()}, torch {torch.__version__}, fmp {fmp.__version__}"
+    )
+    text = f"{heading}\n\n{table(rows)}\n"
+    print(f"\n{text}")
+    if arguments.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{arguments.save}.md").write_text(text)
+        (RESULTS / f"{arguments.save}.json").write_text(
+            json.dumps({"heading": heading, "rows": [{**asdict(row), "met": row.met} for row in rows]}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What every test runs under: one thread, bounded hypothesis, no leftovers of the compiler, strict dtype promotion."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from tests.promotion import StrictPromotion, compile_unwatched
+
+torch.set_num_threads(1)
+torch.compile = compile_unwatched(torch.compile)
+
+# Examples run in the order of their seeds, so a failure in CI happens again on the desk.
+hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, database=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "mixed_dtypes: mixes floating-point dtypes on purpose")
+    # Its first use of forward-mode differentiation makes torch script its own decompositions.
+    config.addinivalue_line("filterwarnings", "ignore:.torch.jit.:DeprecationWarning")
+    # Dynamo instantiates torch.autograd.Function when it traces one.
+    config.addinivalue_line("filterwarnings", "ignore:.*Function.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("mixed_dtypes"):
+        yield
+        return
+    with StrictPromotion():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

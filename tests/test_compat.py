@@ -1,0 +1,170 @@
+import threading
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+from torch.autograd import forward_ad
+from torch.func import functionalize, grad, jacfwd, jvp, vjp, vmap
+
+from fmp import _compat
+
+
+class Pair:
+    def __init__(self, left, right, unit):
+        self.left, self.right, self.unit = left, right, unit
+
+
+_compat.register_pytree(
+    Pair,
+    fields=("left", "right"),
+    flatten=lambda pair: ((pair.left, pair.right), (pair.unit,)),
+    unflatten=lambda static, children: Pair(*children, *static),
+)
+
+
+def test_the_private_names_exist():
+    names = ["get_interpreter_stack", "peek_interpreter_stack", "is_functorch_wrapped_tensor", "get_unwrapped"]
+    assert [name for name in names if not callable(getattr(_compat._functorch, name, None))] == []
+    assert _compat._functorch.TransformType.Grad != _compat._functorch.TransformType.Vmap
+    assert _compat._functorch.peek_interpreter_stack() is None
+    assert forward_ad._current_level == -1
+
+
+@pytest.mark.parametrize("namespace", ["", "torch", "anything"])
+def test_optree_sees_a_registered_class_in_every_namespace(namespace):
+    doubled = optree.tree_map(lambda leaf: leaf * 2, Pair(1, {"b": 2}, "m"), namespace=namespace)
+    assert isinstance(doubled, Pair)
+    assert (doubled.left, doubled.right, doubled.unit) == (2, {"b": 4}, "m")
+
+
+@pytest.mark.parametrize("namespace", ["", "anything"])
+def test_optree_names_the_fields(namespace):
+    assert optree.tree_paths(Pair(1, [2], "m"), namespace=namespace) == [("left",), ("right", 0)]
+    accessor = optree.tree_accessors(Pair(1, 2, "m"), namespace=namespace)[1]
+    assert accessor(Pair(1, 2, "m")) == 2
+    assert accessor.codify("p") == "p.right"
+
+
+def test_torch_sees_a_registered_class():
+    doubled = torch_pytree.tree_map(lambda leaf: leaf * 2, Pair(1, {"b": [2, 3]}, "m"))
+    assert (doubled.left, doubled.right, doubled.unit) == (2, {"b": [4, 6]}, "m")
+    keyed, _ = torch_pytree.tree_flatten_with_path(Pair(1, {"b": 2}, "m"))
+    assert [leaf for _, leaf in keyed] == [1, 2]
+    assert all(name in str(key) for (key, _), name in zip(keyed, ["left", "right"], strict=True))
+
+
+def test_torch_structures_tell_static_data_and_holes_apart():
+    def structure(pair):
+        return torch_pytree.tree_structure(pair)
+
+    assert structure(Pair(1, 2, "m")) == structure(Pair(3, 4, "m"))
+    assert structure(Pair(1, 2, "m")) != structure(Pair(1, 2, "s"))
+    assert structure(Pair(1, None, "m")) != structure(Pair(None, 1, "m"))
+
+
+def test_vmap_takes_and_returns_nodes_with_holes():
+    pair = vmap(lambda pair: Pair(pair.left * 2, {"w": pair.right["w"], "b": None}, "s"))(
+        Pair(torch.arange(3.0), {"w": torch.ones(3), "n": None}, "m")
+    )
+    assert pair.left.tolist() == [0.0, 2.0, 4.0]
+    assert pair.right["w"].shape == (3,)
+    assert pair.right["b"] is None
+    assert pair.unit == "s"
+
+
+def test_transform_active():
+    seen = []
+
+    def probe(x):
+        seen.append(_compat.transform_active())
+        return (x * x).sum()
+
+    x = torch.ones(3)
+    probe(x)
+    assert seen == [False]
+    for transformed in (
+        grad(probe),
+        vmap(probe),
+        jacfwd(probe),
+        functionalize(probe),
+        lambda x: vjp(probe, x),
+        lambda x: jvp(probe, (x,), (x,)),
+    ):
+        seen.clear()
+        transformed(x)
+        assert seen == [True]
+        assert not _compat.transform_active()
+    with forward_ad.dual_level():
+        assert _compat.transform_active()
+    assert not _compat.transform_active()
+
+
+def test_transform_active_after_an_error_inside_a_transform():
+    def fail(x):
+        raise ZeroDivisionError
+
+    for transform in (grad, vmap):
+        with pytest.raises(ZeroDivisionError):
+            transform(fail)(torch.ones(2))
+        assert not _compat.transform_active()
+
+
+def test_transform_active_is_a_matter_of_one_thread():
+    answers = []
+
+    def probe(x):
+        thread = threading.Thread(target=lambda: answers.append(_compat.transform_active()))
+        thread.start()
+        thread.join()
+        return x.sum()
+
+    grad(probe)(torch.ones(2))
+    assert answers == [False]
+
+
+def _inner_vjp(answers, captured=1.0):
+    """A vjp that asks, where a gradient would be taken, whether something outside can differentiate its value."""
+
+    def call(x):
+        value, pull = vjp(lambda x: (x * x * captured).sum(), x)
+        answers.append(_compat.differentiated_outside(value))
+        return pull(torch.ones_like(value))[0].sum()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("surround", "expected"),
+    [
+        (lambda call: call, False),
+        (vmap, False),
+        (lambda call: vmap(vmap(call)), False),
+        (grad, True),
+        (lambda call: vmap(grad(call)), True),
+        (lambda call: grad(lambda x: vmap(call)(x).sum()), True),
+        (jacfwd, False),
+        (lambda call: jacfwd(grad(call)), True),
+        (lambda call: grad(lambda x: jvp(call, (x,), (torch.ones_like(x),))[1]), True),
+    ],
+    ids=["plain", "vmap", "vmap-vmap", "grad", "vmap-grad", "grad-vmap", "jacfwd", "jacfwd-grad", "grad-jvp"],
+)
+def test_differentiated_outside_under_transforms(surround, expected):
+    answers = []
+    surround(_inner_vjp(answers))(torch.ones(2, 2, 2))
+    assert set(answers) == {expected}
+
+
+@pytest.mark.parametrize("surround", [lambda call: call, vmap, lambda call: vmap(vmap(call)), jacfwd])
+def test_differentiated_outside_by_an_ordinary_graph(surround):
+    answers = []
+    captured = torch.tensor(2.0, requires_grad=True)
+    surround(_inner_vjp(answers, captured))(torch.ones(2, 2))
+    assert set(answers) == {True}
+    answers.clear()
+    surround(_inner_vjp(answers))(torch.ones(2, 2, requires_grad=True))
+    assert set(answers) == {True}
+    answers.clear()
+    with torch.no_grad():
+        surround(_inner_vjp(answers, captured))(torch.ones(2, 2, requires_grad=True))
+    assert set(answers) == {False}

@@ -1,0 +1,57 @@
+"""Every example in a docstring and every Python block in the documentation runs as printed."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fmp
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(info.name for info in pkgutil.walk_packages(fmp.__path__, "fmp.") if not info.name.endswith("__main__"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}:{index}")
+    for page in PAGES
+    for index, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=flags)
+    for test in finder.find(module, name, globs={**vars(module), "torch": torch, "fmp": fmp}):
+        runner.run(test)
+    assert runner.failures == 0
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_documentation_block(block):
+    exec(compile(block, "<documentation>", "exec"), {"__name__": "__main__"})
+
+
+def test_public_names_have_docstrings():
+    missing = [name for name in fmp.__all__ if not getattr(fmp, name).__doc__]
+    assert missing == []
+
+
+def test_importing_is_fast_and_loads_nothing_heavy():
+    code = (
+        "import torch, sys, time; start = time.perf_counter(); import fmp; print(time.perf_counter() - start);"
+        "print([name for name in ('cupy', 'matplotlib', 'numba', 'hypothesis', 'pytest', 'torch._inductor')"
+        " if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    seconds, loaded = output.splitlines()
+    assert loaded == "[]"
+    # The promise is 0.3 s on a quiet machine; this only catches an import that has become another thing altogether.
+    assert float(seconds) < 3.0

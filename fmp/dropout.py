@@ -26,9 +26,13 @@ _BLOCK = 16
 class SeededRandomness(TorchFunctionMode):
     """Takes the random numbers of every torch function called inside from a seed.
 
-    Covered: all dropout functions, in place or not; the dropout of `scaled_dot_product_attention`, for which the
-    attention weights are written out, in float32 or wider; `multi_head_attention_forward`; `rrelu`, `gumbel_softmax`,
-    `bernoulli`, `bernoulli_`, `exponential_`, `rand`, `randn` and their `_like` forms. Other random functions raise.
+    Covered: the dropout functions of `torch.nn.functional`, in place or not; `multi_head_attention_forward`; the
+    dropout of `scaled_dot_product_attention`, for which the attention weights are written out, in float32 or wider;
+    `rrelu`, `gumbel_softmax`, `bernoulli`, `bernoulli_`, `rand` and `randn`. Every other random function raises.
+
+    A few cannot even be refused in compiled code, because torch.compile hides them from modes: `torch.rand_like`,
+    `randn_like`, `randint_like`, `normal`, and `torch.dropout_` and its kin. They raise when run eagerly. Compiled,
+    they go on drawing from torch's generator.
 
     Args:
         seed: An integer, or i64[].
@@ -57,10 +61,12 @@ class SeededRandomness(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs one torch function."""
+        kwargs = kwargs or {}
+        if func is torch.Tensor.unflatten:
+            # Inside any mode, torch.compile cannot trace the method. The function is the same.
+            return torch.unflatten(*args, **kwargs)
         handler = _HANDLERS.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        return handler(self, *args, **(kwargs or {}))
+        return func(*args, **kwargs) if handler is None else handler(self, *args, **kwargs)
 
     def next_seed(self) -> torch.Tensor:
         """Derives the seed of the next draw."""
@@ -73,28 +79,24 @@ class SeededRandomness(TorchFunctionMode):
 
 
 def _dropout(
-    mode: SeededRandomness, input: torch.Tensor, p: float, train: bool, *, channels: bool = False, inplace: bool = False
+    mode: SeededRandomness, input: torch.Tensor, p: float, train: bool, *, channels: bool = False
 ) -> torch.Tensor:
     if not train or p == 0.0:
         return input
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-    output = torch.where(_keep(mode, input, p, channels), input * scale, 0.0)
-    return input.copy_(output) if inplace else output
+    return torch.where(_keep(mode, input, p, channels), input * scale, 0.0)
 
 
 def _alpha_dropout(
-    mode: SeededRandomness, input: torch.Tensor, p: float, train: bool, *, channels: bool = False, inplace: bool = False
+    mode: SeededRandomness, input: torch.Tensor, p: float, train: bool, *, channels: bool = False
 ) -> torch.Tensor:
     """Dropout that keeps mean and variance (Klambauer et al., Self-Normalizing Neural Networks, arXiv 1706.02515)."""
-    if not train or p == 0.0:
-        return input
-    if p == 1.0:
-        return _dropout(mode, input, p, train, channels=channels, inplace=inplace)
+    if not train or p in (0.0, 1.0):
+        return _dropout(mode, input, p, train, channels=channels)
     alpha = 1.7580993408473766
     scale = 1.0 / math.sqrt((alpha**2 * p + 1.0) * (1.0 - p))
     shift = alpha * scale * p
-    output = torch.where(_keep(mode, input, p, channels), input * scale + shift, shift - alpha * scale)
-    return input.copy_(output) if inplace else output
+    return torch.where(_keep(mode, input, p, channels), input * scale + shift, shift - alpha * scale)
 
 
 def _keep(mode: SeededRandomness, input: torch.Tensor, p: float, channels: bool) -> torch.Tensor:
@@ -129,7 +131,8 @@ def _attention(
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
 
-    scores = query.to(full) @ key.to(full).transpose(-2, -1) * (scale or 1.0 / math.sqrt(query.shape[-1]))
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = query.to(full) @ key.to(full).transpose(-2, -1) * scale
     if attn_mask is not None:
         masked = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
         scores = scores + attn_mask.to(full) if masked is None else scores.masked_fill(masked, -math.inf)
@@ -145,16 +148,27 @@ def _rrelu(
     lower: float = 1.0 / 8.0,
     upper: float = 1.0 / 3.0,
     training: bool = False,
-    *,
-    inplace: bool = False,
 ) -> torch.Tensor:
-    if training:
-        slope = random.uniform(mode.next_seed(), input.shape, dtype=input.dtype, device=input.device)
-        slope = slope * (upper - lower) + lower
-    else:
-        slope = (lower + upper) / 2.0
-    output = torch.where(input >= 0.0, input, input * slope)
-    return input.copy_(output) if inplace else output
+    if not training:
+        return torch.rrelu(input, lower, upper, training)
+    number = random.uniform(mode.next_seed(), input.shape, dtype=input.dtype, device=input.device)
+    return torch.where(input >= 0.0, input, input * (lower + (upper - lower) * number))
+
+
+def _gumbel_softmax(
+    mode: SeededRandomness,
+    logits: torch.Tensor,
+    tau: float = 1.0,
+    hard: bool = False,
+    eps: float = 1e-10,
+    dim: int = -1,
+) -> torch.Tensor:
+    noise = random.exponential(mode.next_seed(), logits.shape, device=logits.device).log().to(logits.dtype)
+    soft = ((logits - noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    one_hot = torch.zeros_like(soft).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return one_hot - soft.detach() + soft  # straight through
 
 
 def _bernoulli(
@@ -163,34 +177,31 @@ def _bernoulli(
     p: float | torch.Tensor | None = None,
     *,
     generator: torch.Generator | None = None,
-    inplace: bool = False,
 ) -> torch.Tensor:
-    _refuse_generator(torch.bernoulli, generator)
-    if p is None:
-        p = 0.5 if inplace else input
+    _refuse_generator("bernoulli", generator)
     number = random.uniform(mode.next_seed(), input.shape, device=input.device)
-    ones = number < p
-    return input.copy_(ones) if inplace else ones.to(input.dtype)
+    return (number < (input if p is None else p)).to(input.dtype)
 
 
-def _exponential_(
-    mode: SeededRandomness, input: torch.Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None
+def _bernoulli_(
+    mode: SeededRandomness,
+    input: torch.Tensor,
+    p: float | torch.Tensor = 0.5,
+    *,
+    generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    _refuse_generator(torch.Tensor.exponential_, generator)
-    return input.copy_(random.exponential(mode.next_seed(), input.shape, device=input.device) / lambd)
+    return input.copy_(_bernoulli(mode, input, p, generator=generator))
 
 
-def _filled(
+def _factory(
     draw: Callable[..., torch.Tensor],
-    make: Callable[..., torch.Tensor],
     mode: SeededRandomness,
     *args: Any,
     generator: torch.Generator | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Draws numbers in the shape, dtype and place that `torch.empty` or `torch.empty_like` gives to the arguments."""
-    _refuse_generator(draw, generator)
-    form = make(*args, **kwargs)
+    _refuse_generator(draw.__name__, generator)
+    form = torch.empty(*args, **kwargs)
     return draw(mode.next_seed(), form.shape, dtype=form.dtype, device=form.device)
 
 
@@ -206,96 +217,93 @@ def _recurrent(func: Callable[..., Any], mode: SeededRandomness, *args: Any) -> 
     return func(*args)
 
 
-def _refused(func: Callable[..., Any], mode: SeededRandomness, *args: Any, **kwargs: Any) -> Never:
+def _refused(name: str, mode: SeededRandomness, *args: Any, **kwargs: Any) -> Never:
     raise ValueError(
-        f"{func.__name__} has no seeded form; draw with torch.rand, torch.randn, torch.rand_like or torch.randn_like, "
-        "pass the numbers in as an argument, or call the model without seed"
+        f"{name} cannot draw from a seed; draw with torch.rand or torch.randn, for example "
+        "torch.randn(x.shape, dtype=x.dtype, device=x.device), use the dropout functions of torch.nn.functional, "
+        "or call the model without seed"
     )
 
 
-def _refuse_generator(func: Callable[..., Any], generator: torch.Generator | None) -> None:
+def _refuse_generator(name: str, generator: torch.Generator | None) -> None:
     if generator is not None:
-        raise ValueError(f"{func.__name__}: a generator and a seed exclude each other; leave one out")
+        raise ValueError(f"{name}: a generator and a seed exclude each other; leave one out")
 
 
-def _inside(body: Callable[..., Any], mode: SeededRandomness, *args: Any, **kwargs: Any) -> Any:
+def _inside(body: types.FunctionType, mode: SeededRandomness, *args: Any, **kwargs: Any) -> Any:
+    """Runs the body of a composite function with the mode turned on."""
     with mode:
         return body(*args, **kwargs)
 
 
-def _body(func: types.FunctionType) -> types.FunctionType:
+def _out_of_place(body: types.FunctionType, mode: SeededRandomness, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Likewise, but changes an input in place only at the end: the compiler hides in-place dropout from the mode."""
+    place = body.__code__.co_varnames.index("inplace")
+    inplace = args[place] if len(args) > place else kwargs.pop("inplace", False)
+    output = _inside(body, mode, *args[:place], **kwargs)
+    return args[0].copy_(output) if inplace else output
+
+
+def _body(func: Any) -> types.FunctionType:
     """Copies a function of torch.nn.functional without its check for overrides.
 
-    A mode is off while it handles a function; turned on again, the function's first act would be to hand itself to
-    the mode once more. Without that check, the mode reaches what the function calls.
+    A mode is off while it handles a function. Turned on again, it would get the same function once more, because
+    asking for overrides is the first thing that the function does. Without that, it gets what the function calls.
     """
-    globals_without_check = func.__globals__ | {
-        name: _no_override for name in func.__code__.co_names if name.startswith("has_torch_function")
-    }
-    return types.FunctionType(func.__code__, globals_without_check, func.__name__, func.__defaults__, func.__closure__)
+    checks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+    without_checks = func.__globals__ | dict.fromkeys(checks, _no_override)
+    return types.FunctionType(func.__code__, without_checks, func.__name__, func.__defaults__, func.__closure__)
 
 
 def _no_override(*args: Any) -> bool:
     return False
 
 
-def _unflatten(mode: SeededRandomness, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    # Inside any mode, torch.compile cannot trace the method; this function is the same.
-    return torch.unflatten(input, *args, **kwargs)
-
-
-_COMPOSITES: list[Any] = [
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    F.rrelu,
-    F.gumbel_softmax,
-    F.multi_head_attention_forward,
-]
-_WITHOUT_SEED: list[Any] = [
-    torch.native_dropout,
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu)
+_WITHOUT_SEED: tuple[Any, ...] = (
+    torch.alpha_dropout_,
     torch.binomial,
+    torch.dropout_,
+    torch.feature_alpha_dropout_,
+    torch.feature_dropout_,
     torch.multinomial,
+    torch.native_dropout,
     torch.normal,
     torch.poisson,
+    torch.rand_like,
     torch.randint,
     torch.randint_like,
+    torch.randn_like,
     torch.randperm,
+    torch.rrelu_,
     torch.Tensor.cauchy_,
+    torch.Tensor.exponential_,
     torch.Tensor.geometric_,
     torch.Tensor.log_normal_,
     torch.Tensor.multinomial,
     torch.Tensor.normal_,
     torch.Tensor.random_,
     torch.Tensor.uniform_,
+    F.fractional_max_pool2d,
     F.fractional_max_pool2d_with_indices,
+    F.fractional_max_pool3d,
     F.fractional_max_pool3d_with_indices,
-]
+)
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{func: functools.partial(_inside, _body(func)) for func in _COMPOSITES},
-    **{func: functools.partial(_refused, func) for func in _WITHOUT_SEED},
+    **{func: functools.partial(_out_of_place, _body(func)) for func in _DROPOUTS},
+    **{func: functools.partial(_refused, func.__name__) for func in _WITHOUT_SEED},
     **{func: functools.partial(_recurrent, func) for func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    torch.dropout: _dropout,
-    torch.dropout_: functools.partial(_dropout, inplace=True),
-    torch.feature_dropout: functools.partial(_dropout, channels=True),
-    torch.feature_dropout_: functools.partial(_dropout, channels=True, inplace=True),
-    torch.alpha_dropout: _alpha_dropout,
-    torch.alpha_dropout_: functools.partial(_alpha_dropout, inplace=True),
-    torch.feature_alpha_dropout: functools.partial(_alpha_dropout, channels=True),
-    torch.feature_alpha_dropout_: functools.partial(_alpha_dropout, channels=True, inplace=True),
+    F.multi_head_attention_forward: functools.partial(_inside, _body(F.multi_head_attention_forward)),
     F.scaled_dot_product_attention: _attention,
+    F.gumbel_softmax: _gumbel_softmax,
+    torch.dropout: _dropout,
+    torch.feature_dropout: functools.partial(_dropout, channels=True),
+    torch.alpha_dropout: _alpha_dropout,
+    torch.feature_alpha_dropout: functools.partial(_alpha_dropout, channels=True),
     torch.rrelu: _rrelu,
-    torch.rrelu_: functools.partial(_rrelu, inplace=True),
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
-    torch.Tensor.bernoulli_: functools.partial(_bernoulli, inplace=True),
-    torch.Tensor.exponential_: _exponential_,
-    torch.rand: functools.partial(_filled, random.uniform, torch.empty),
-    torch.rand_like: functools.partial(_filled, random.uniform, torch.empty_like),
-    torch.randn: functools.partial(_filled, random.normal, torch.empty),
-    torch.randn_like: functools.partial(_filled, random.normal, torch.empty_like),
-    torch.Tensor.unflatten: _unflatten,
+    torch.Tensor.bernoulli_: _bernoulli_,
+    torch.rand: functools.partial(_factory, random.uniform),
+    torch.randn: functools.partial(_factory, random.normal),
 }

@@ -43,6 +43,9 @@ def value_and_grad(
     `torch.func.grad`: differentiating the returned gradients with respect to them is right. When nothing outside
     requires grad, or under `torch.no_grad()`, all results are detached and no graph outlives the call.
 
+    A custom `torch.autograd.Function` has its own backward called everywhere, inside `torch.compile` too, but with two
+    limits of torch 2.13: compiled, its gradient raises under vmap, and its second derivative is zero.
+
     Args:
         fn: Returns a real scalar tensor, or a pair of it and any auxiliary output if `has_aux`.
         argnums: Position, or positions, of the arguments to differentiate with respect to. Each may be any pytree.
@@ -144,6 +147,10 @@ def _by_autograd(
         grads = [torch.zeros_like(leaf) for leaf in leaves]
     if not keep_outer:
         value, aux = value.detach(), _detach(aux)
+    for variable in variables:
+        if variable.is_leaf:
+            # An enclosing call must not take it for something outside that wants a gradient.
+            variable.requires_grad_(False)
     return value, aux, grads
 
 
@@ -196,7 +203,7 @@ def _reaches_other_leaf(outputs: list[Any], variables: list[torch.Tensor]) -> bo
         if node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
+        if type(node).__name__ == "AccumulateGrad" and node.variable.requires_grad and id(node.variable) not in own:
             return True
         todo.extend(parent for parent, _ in node.next_functions)
     return False

@@ -120,7 +120,9 @@ def differentiate(
         return scaled_value, (LossOutput(value, new_buffers, aux), excess)
 
     if policy is not None:
-        batch, frozen = policy.cast_to_compute(batch), policy.cast_to_compute(frozen)
+        # `keep_full` names parameters and buffers; a batch that has one of these names by chance is still cast.
+        batch = batch if policy.compute_dtype is None else tree.cast(batch, policy.compute_dtype)
+        frozen = policy.cast_to_compute(frozen)
     buffers_in = buffers if policy is None else policy.cast_to_compute(buffers)
     variables = params if wrt is None else {key: params[key] for key in wrt}
     (_, (output, excess)), grads = value_and_grad(scaled, has_aux=True)(variables, batch, buffers_in, frozen)

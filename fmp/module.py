@@ -49,6 +49,9 @@ _REFUSED = {
 class Model:
     """A module as a pure function and its initial state; made by `fmp.functionalize`.
 
+    What the module stores in plain attributes during a call stays on the model's private copy. Threads that call at
+    the same time need a model each.
+
     Attributes:
         params: The parameters by dotted name, copies in the module's dtypes. Weights that the module ties are one leaf.
             Parameters that do not require grad are among them; leave those out of training with the optimizer.
@@ -234,6 +237,7 @@ def _skeleton(module: nn.Module, train: bool | None, mixed: bool) -> _Skeleton:
         for path, layer in copied.named_modules():
             if _is_norm(path, layer) and not isinstance(layer, _BATCH_NORMS):
                 layer.forward = functools.partial(_in_own_precision, layer, layer.forward)
+                layer.register_forward_pre_hook(_no_fast_path)
     return _Skeleton(copied, recurrent)
 
 
@@ -260,13 +264,17 @@ def _leave_in_place() -> None:
     """Stands for `RNNBase.flatten_parameters`, which would move the caller's tensors in memory."""
 
 
-def _in_own_precision(
-    layer: nn.Module, forward: Callable[..., Any], input: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _in_own_precision(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = next((arg.dtype for arg in (*args, *kwargs.values()) if is_castable(arg)), None)
     own = next((tensor.dtype for _, tensor in _own_tensors(layer) if is_castable(tensor)), None)
-    if own is None or not is_castable(input) or torch.promote_types(own, input.dtype) == input.dtype:
-        return forward(input, *args, **kwargs)
-    return tree.cast(forward(input.to(torch.promote_types(own, input.dtype)), *args, **kwargs), input.dtype)
+    if given is None or own is None or torch.promote_types(given, own) == given:
+        return forward(*args, **kwargs)
+    wide = torch.promote_types(given, own)
+    return tree.cast(forward(*tree.cast(args, wide), **tree.cast(kwargs, wide)), given)
+
+
+def _no_fast_path(layer: nn.Module, args: Any) -> None:
+    """Does nothing, but keeps `nn.TransformerEncoderLayer` from its fused form, which would not call the norms."""
 
 
 def _check_module(module: Any) -> None:

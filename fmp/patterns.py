@@ -3,8 +3,9 @@
 import re
 from collections.abc import Callable, Iterable
 
-# The wildcards of a shell pattern; the splitter keeps them, at the odd places of its result.
-_WILDCARDS = re.compile(r"(\*|\?|\[!?\]?[^]]*\])")
+# The wildcards of a shell pattern; the splitter keeps them, at the odd places of its result. A set has at least one
+# member, so a bracket right at its beginning does not close it.
+_WILDCARDS = re.compile(r"(\*|\?|\[!?+.[^]]*\])", re.DOTALL)
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
@@ -21,6 +22,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
     Raises:
         TypeError: If `patterns` is a single string.
+        ValueError: If a range in a pattern is empty, such as `[b-a]`.
 
     Example:
         >>> matches("blocks/3/norm/weight", ["*.norm"]), matches("norm.weight", ["*.norm.*"])
@@ -42,12 +44,19 @@ def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
 
     Raises:
         TypeError: If `patterns` is a single string.
+        ValueError: If a range in a pattern is empty, such as `[b-a]`.
     """
     if isinstance(patterns, str):
         raise TypeError(f"patterns must be a collection of strings, got the string {patterns!r}; use [{patterns!r}]")
-    alternatives = "|".join([_regex(pattern) for pattern in patterns]) or r"(?!)"
-    # A name may go on after the pattern's end, but only with a separator, and not if nothing was matched yet.
-    regex = re.compile(rf"(?s:(?:{alternatives})(?:(?<=.)\..*)?)")
+    patterns = list(patterns)
+    if not patterns:
+        return lambda path: False
+    alternatives = "|".join([_regex(pattern) for pattern in patterns])
+    try:
+        # A name may go on after the pattern's end, but only with a separator, and not if nothing was matched yet.
+        regex = re.compile(rf"(?s:(?:{alternatives})(?:(?<=.)\..*)?)")
+    except re.error as error:
+        raise ValueError(f"cannot read the patterns {patterns}: {error}") from error
 
     def matches_path(path: str) -> bool:
         name = _dotted(path)
@@ -65,7 +74,8 @@ def _wildcard(part: str) -> str:
     if part in ("*", "?"):
         return "." if part == "?" else ".*"
     negation, members = ("^", part[2:-1]) if part.startswith("[!") else ("", part[1:-1])
-    for special in r"\[]^&~|":
+    # The doubled ones are reserved for set operations in regular expressions.
+    for special in ("\\", "[", "]", "^", "&", "~", "|", "--"):
         members = members.replace(special, "\\" + special)
     return f"[{negation}{members}]"
 

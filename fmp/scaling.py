@@ -22,11 +22,11 @@ class LossScale(Protocol):
     """What a loss scaler does. It is a pytree whose leaves are all of its state."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss to differentiate, in float32 or wider."""
+        """Returns the loss to differentiate: in float32 or wider if it is scaled."""
         ...
 
     def unscale(self, grads: Tree) -> Tree:
-        """Returns the gradients of the original loss, in float32 or wider."""
+        """Returns the gradients of the original loss: in float32 or wider if they were scaled."""
         ...
 
     def adjust(self, grads_finite: torch.Tensor) -> "LossScale":

@@ -1,6 +1,6 @@
 """The train step: a pure function `(state, batch) -> (state, metrics)` composed of the public parts.
 
-    policy -> scale loss -> differentiate -> unscale -> finite? -> clip -> update masters -> cast out -> select -> adjust
+    policy -> scale -> differentiate -> unscale -> finite? -> clip -> update masters -> cast out -> select -> adjust
 
 One loss and one optimizer are the common case of several: inside, everything is keyed by the name of a loss or of a
 group of parameters, and the key is taken off again where the user gave none.
@@ -120,7 +120,7 @@ class TrainStep:
             opt_state=self._group_part({key: tx.init(groups[key]) for key, tx in self.optimizers.items()}),
             loss_scale=self._loss_part(tree.map(lambda leaf: leaf.to(device, copy=True), dict(self.scalers))),
             buffers=buffers,
-            ema=None if self.ema is None else tree.map(_full_precision_copy, params),
+            ema=None if self.ema is None else tree.map(_full_precision_copy, params, full),
             seed=torch.as_tensor(seed, dtype=torch.int64).to(device, copy=True),
             skip_count=self._group_part({key: count() for key in self.optimizers}),
         )
@@ -302,8 +302,8 @@ def _copy(leaf: Any) -> Any:
     return None if leaf is None else leaf.clone()
 
 
-def _full_precision_copy(leaf: Any) -> Any:
-    return leaf.to(full_precision(leaf.dtype), copy=True) if is_castable(leaf) else None
+def _full_precision_copy(leaf: Any, like: Any) -> Any:
+    return leaf.to(full_precision(like.dtype), copy=True) if is_castable(leaf) else None
 
 
 def _merged(old: Tree, new: Tree, *, path: str) -> Tree:

@@ -6,17 +6,18 @@ its structure. Dictionaries are flattened in sorted key order, as optree does it
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 import optree
 import torch
 
-from fmp import _compat
+from fmp import _compat, _traced
 from fmp.dtypes import full_precision, is_castable, short_name
 
 T = TypeVar("T")
 Tree = Any
+Spec = optree.PyTreeSpec | _traced.Spec
 
 _ROW = 2**12
 
@@ -100,14 +101,16 @@ def replace(node: T, **changes: Any) -> T:
     return copy
 
 
-def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+def flatten(tree: Tree) -> tuple[list[Any], Spec]:
     """Takes a tree apart into its leaves and its structure; None is a leaf."""
+    if torch.compiler.is_compiling():
+        return _traced.flatten(tree)
     return optree.tree_flatten(tree, none_is_leaf=True)
 
 
-def unflatten(spec: optree.PyTreeSpec, leaves: Any) -> Tree:
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
     """Puts leaves back into a structure that `flatten` returned."""
-    return optree.tree_unflatten(spec, leaves)
+    return spec.unflatten(leaves)
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -117,12 +120,12 @@ def leaves(tree: Tree) -> list[Any]:
         >>> leaves({"b": None, "a": (1, 2)})
         [1, 2, None]
     """
-    return optree.tree_leaves(tree, none_is_leaf=True)
+    return flatten(tree)[0]
 
 
-def structure(tree: Tree) -> optree.PyTreeSpec:
+def structure(tree: Tree) -> Spec:
     """Returns the structure of a tree; two trees that can be mapped together have equal ones."""
-    return optree.tree_structure(tree, none_is_leaf=True)
+    return flatten(tree)[1]
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
@@ -140,15 +143,20 @@ def map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
         >>> map(lambda a, b: a if b is None else a + b, {"w": 1, "b": 2}, {"w": 10, "b": None})
         {'w': 11, 'b': 2}
     """
-    return optree.tree_map(fn, tree, *rests, none_is_leaf=True)
+    if not torch.compiler.is_compiling():
+        return optree.tree_map(fn, tree, *rests, none_is_leaf=True)
+    leaves, spec = flatten(tree)
+    columns = [spec.flatten_up_to(rest) for rest in rests]
+    return spec.unflatten([fn(*row) for row in zip(leaves, *columns, strict=True)])
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """Like `map`, with the leaf's path (`blocks/3/attn/qkv`) as the function's first argument."""
-    return optree.tree_map_with_path(lambda path, *leaf: fn(join(path), *leaf), tree, *rests, none_is_leaf=True)
+    spec = structure(tree)
+    return map(fn, spec.unflatten(paths(tree)), tree, *rests)
 
 
-def unzip(tree: Tree, count: int, spec: optree.PyTreeSpec) -> tuple[Tree, ...]:
+def unzip(tree: Tree, count: int, spec: Spec) -> tuple[Tree, ...]:
     """Turns a tree of `count`-tuples into `count` trees of structure `spec`."""
     columns = zip(*spec.flatten_up_to(tree), strict=True) if spec.num_leaves else [()] * count
     return tuple(spec.unflatten(column) for column in columns)
@@ -172,7 +180,7 @@ def paths(tree: Tree) -> list[str]:
         >>> paths({"blocks": [{"w": 0}, {"w": 1}], "norm": 2})
         ['blocks/0/w', 'blocks/1/w', 'norm']
     """
-    return [join(path) for path in optree.tree_paths(tree, none_is_leaf=True)]
+    return [join(path) for path in structure(tree).paths()]
 
 
 def items(tree: Tree) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+from torch._C import _autograd
 
 from tests.promotion import StrictPromotion, compile_unwatched
 
@@ -46,3 +47,6 @@ def fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    # A compilation that fails inside a transform can leave these off.
+    if not _autograd._saved_tensors_hooks_is_enabled():
+        _autograd._saved_tensors_hooks_enable()

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -13,16 +12,12 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         result = call()
-    events = recording.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    profiler: Any = recording.profiler
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events)
     del result
     live = peak = 0
     for _, change in changes:
         live += change
         peak = max(peak, live)
     return peak
-
-
-def live_bytes_of(tensors: list[torch.Tensor]) -> int:
-    """Returns the bytes of the distinct storages of some tensors."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import fmp.gradients
 import fmp.tree
@@ -151,7 +152,7 @@ def test_a_tensor_in_two_places_has_two_gradients():
     assert_same(grads, {"a": torch.tensor(6.0), "b": torch.tensor(5.0)})
 
 
-# --------------------------------------------------------------------------------------------------------------- argnums
+# -------------------------------------------------------------------------------------------------------------- argnums
 
 
 def polynomial(a, b, c, *, scale=1.0):
@@ -201,7 +202,7 @@ def test_keyword_arguments_are_passed_through():
     assert_same(doubled, (torch.tensor(4500.0), (2 * PARTIALS[0], 2 * PARTIALS[1])))
 
 
-# ------------------------------------------------------------------------------------------------------------------- aux
+# ------------------------------------------------------------------------------------------------------------------ aux
 
 AUX: dict[str, Any] = {
     "none": lambda x: None,
@@ -271,7 +272,7 @@ def test_aux_that_a_transform_can_differentiate_stays_connected():
     assert float(fmp.gradients.grad(inner)(torch.tensor(2.0))) == 12.0
 
 
-# ----------------------------------------------------------------------------------------------------- unusual arguments
+# ---------------------------------------------------------------------------------------------------- unusual arguments
 
 
 @pytest.mark.parametrize("around", [lambda fn: fn, functionalize], ids=["plain", "functionalize"])
@@ -378,7 +379,7 @@ def test_the_result_keeps_the_name_of_the_function():
     assert fmp.gradients.grad(torch.nn.Identity())(torch.tensor(1.0)) == 1.0
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -433,7 +434,7 @@ IN_PLACE: dict[str, Any] = {
     "vmap": lambda fn, x: vmap(fn)(x[None]),
     "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
     "a leaf outside": lambda fn, x: fn(x.requires_grad_()),
-    "a graph outside": lambda fn, x: fn(x.requires_grad_().view_as(x) if False else (x.requires_grad_() * 1)),
+    "a graph outside": lambda fn, x: fn(x.requires_grad_() * 1),
     "inference": lambda fn, x: torch.inference_mode()(fn)(x),
 }
 
@@ -447,7 +448,7 @@ def test_changing_the_argument_in_place_raises(around, change):
         change(x)
         return x.square().sum()
 
-    with pytest.raises(RuntimeError, match="in-?place"):
+    with pytest.raises(RuntimeError, match=r"in-?place"):
         around(fmp.gradients.grad(loss), x)
     assert x.tolist() == [1.0, 2.0]
 
@@ -465,7 +466,7 @@ def test_changing_a_copy_in_place_is_fine():
     assert grad(torch.ones(2)).tolist() == vmap(grad)(torch.ones(2)[:, None])[:, 0].tolist() == [3.0, 3.0]
 
 
-# --------------------------------------------------------------------------------------------------------- outer tensors
+# -------------------------------------------------------------------------------------------------------- outer tensors
 
 
 def energy(x, w):
@@ -523,7 +524,7 @@ def test_a_closure_under_functorch():
         assert_close(found, expected)
 
 
-# --------------------------------------------------------------------------------------------------------------- nesting
+# -------------------------------------------------------------------------------------------------------------- nesting
 
 NESTINGS: dict[str, Any] = {
     "grad": lambda grad: lambda x, w: grad(energy, (0, 1))(x, w),
@@ -566,9 +567,14 @@ def test_nesting(nesting, surround):
     assert all(leaf.grad_fn is None for leaf in fmp.tree.leaves(found))
 
 
-@pytest.mark.parametrize("nesting", [name for name in NESTINGS if name != "functionalize"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_nesting_compiled(nesting, backend):
+COMPILED = [
+    *[("aot_eager", name) for name in NESTINGS if name != "functionalize"],
+    *[("eager", name) for name in ("grad", "vmap", "grad of grad", "captured", "jvp", "jacrev")],
+]
+
+
+@pytest.mark.parametrize(("backend", "nesting"), COMPILED)
+def test_nesting_compiled(backend, nesting):
     nested = NESTINGS[nesting]
     found = torch.compile(nested(fmp.gradients.grad), backend=backend, fullgraph=True)(X, W)
     assert_close(found, nested(torch.func.grad)(X, W))
@@ -580,7 +586,7 @@ def test_compiled_gradients_of_a_graph_outside():
     results = []
     for grad in (compiled, torch.func.grad(energy, (0, 1))):
         x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-        loss = sum(g.pow(2).sum() for g in grad(x, w))
+        loss = torch.stack([g.pow(2).sum() for g in grad(x, w)]).sum()
         results.append(torch.autograd.grad(loss, (x, w)))
     assert_close(*results)
 
@@ -615,6 +621,14 @@ def test_inference_mode_and_tensors_made_in_it():
         assert_close(found, by_autograd(energy, X, W))
 
 
+def test_checkpointed_parts_where_no_transform_is_active():
+    def part(x):
+        return checkpoint(lambda x: torch.tanh(x) * x, x, use_reentrant=False)
+
+    loss = lambda x: part(part(x)).sum()
+    assert_same(fmp.gradients.value_and_grad(loss)(X), by_autograd(loss, X))
+
+
 def test_traced_and_fake_tensors():
     graph = make_fx(fmp.gradients.grad(energy))(X, W)
     assert_close(graph(W, X), torch.func.grad(energy)(W, X))
@@ -625,7 +639,8 @@ def test_traced_and_fake_tensors():
 
 
 def test_threads_do_not_disturb_each_other():
-    nestings = [NESTINGS[name] for name in ("grad", "vmap", "grad of grad", "jacfwd", "jvp")] * 4
+    # Not jvp: the levels of torch's forward mode are shared by all threads.
+    nestings = [NESTINGS[name] for name in ("grad", "vmap", "grad of grad", "jacrev", "captured")] * 4
     results: list[Any] = [None] * len(nestings)
 
     def work(index):
@@ -640,7 +655,7 @@ def test_threads_do_not_disturb_each_other():
         assert_close(found, nesting(torch.func.grad)(X, W))
 
 
-# -------------------------------------------------------------------------------------------------- graphs and memory
+# ---------------------------------------------------------------------------------------------------- graphs and memory
 
 
 def tracked(watched):
@@ -726,7 +741,7 @@ def test_peak_memory_under_vmap_is_that_of_vjp_without_a_graph():
     assert with_graph > 1.2 * plain, "the measurement would not notice a graph that is kept"
 
 
-# ------------------------------------------------------------------------------------------------------ custom Functions
+# ----------------------------------------------------------------------------------------------------- custom Functions
 
 
 class Quadruple(torch.autograd.Function):
@@ -789,18 +804,38 @@ def test_custom_backward_is_called(form, function):
     assert_same(torch.compile(fmp.gradients.value_and_grad(loss), backend="aot_eager", fullgraph=True)(x), expected)
 
 
+SECOND: dict[str, Any] = {
+    "grad of grad": lambda grad: fmp.gradients.grad(lambda x: grad(x).square().sum()),
+    "vjp": lambda grad: lambda x: vjp(grad, x)[1](2 * grad(x))[0],
+}
+
+
 @pytest.mark.parametrize("function", [Quadruple, QuadrupleByHand])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_custom_backward_is_called_under_transforms(function, backend):
+def test_custom_backward_is_called_under_transforms(function):
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     grad = fmp.gradients.grad(lambda x: function.apply(x, 4.0).sum())
-    for transformed, expected in (
-        (vmap(grad), 4 * x),
-        (fmp.gradients.grad(lambda x: grad(x).sum()), torch.full((2, 2), 4.0)),
-        (fmp.gradients.grad(lambda x: vmap(grad)(x).square().sum()), 32 * x),
-    ):
-        assert_same(transformed(x), expected)
-        assert_same(torch.compile(transformed, backend=backend, fullgraph=True)(x), expected)
+    assert_same(vmap(grad)(x), 4 * x)
+    assert_same(fmp.gradients.grad(lambda x: vmap(grad)(x).square().sum())(x), 32 * x)
+    for second in SECOND.values():
+        assert_same(second(grad)(x), 32 * x)
+
+
+# What torch.compile itself cannot do with a custom backward. When one of these passes, say so in `value_and_grad`.
+
+
+@pytest.mark.xfail(strict=True, reason="torch.compile: the second derivative of a custom backward is zero")
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
+def test_compiled_second_derivative_of_a_custom_function(second):
+    x = torch.tensor([1.0, 2.0])
+    transformed = second(fmp.gradients.grad(lambda x: Quadruple.apply(x, 4.0).sum()))
+    assert_same(torch.compile(transformed, backend="eager", fullgraph=True)(x), 32 * x)
+
+
+def test_compiled_vmap_of_a_custom_function_raises():
+    grad = fmp.gradients.grad(lambda x: Quadruple.apply(x, 4.0).sum())
+    with pytest.raises(Exception, match="vmap over ApplyTemplate"):
+        torch.compile(vmap(grad), backend="eager", fullgraph=True)(torch.ones(2, 2))
+    assert not _compat.transform_active()
 
 
 def test_torch_compile_still_drops_the_backward_of_a_function_applied_to_a_variable():

@@ -68,14 +68,14 @@ def test_lets_the_rest_pass(fine):
 
 def test_message_names_operation_dtypes_and_shapes():
     with pytest.raises(MixedDtypesError, match=r"mul .* float16\[3\], float32\[\]; cast explicitly"):
-        HALF * WIDE_SCALAR
+        _ = HALF * WIDE_SCALAR
 
 
 @pytest.mark.mixed_dtypes
 def test_marker_turns_it_off():
     assert (HALF + FULL).dtype == torch.float32
     with StrictPromotion(), pytest.raises(MixedDtypesError):
-        HALF + FULL
+        _ = HALF + FULL
 
 
 def test_unwatched_keeps_other_modes_and_restores_all():
@@ -88,14 +88,14 @@ def test_unwatched_keeps_other_modes_and_restores_all():
 
     with Recorder():
         with unwatched():
-            HALF + FULL
+            _ = HALF + FULL
         assert calls == ["add"]
         with pytest.raises(MixedDtypesError):
-            HALF + FULL
+            _ = HALF + FULL
     with pytest.raises(ZeroDivisionError), unwatched():
-        1 / 0  # noqa: B018
+        _ = 1 / 0
     with pytest.raises(MixedDtypesError):
-        HALF + FULL
+        _ = HALF + FULL
 
 
 def test_compiled_functions_run_without_it():
@@ -122,4 +122,4 @@ def test_compile_unwatched_leaves_modules_alone():
 
 def test_it_is_on_under_functional_modules_too():
     with pytest.raises(MixedDtypesError):
-        F.gelu(HALF.float()) + HALF
+        _ = F.gelu(HALF.float()) + HALF

@@ -169,8 +169,9 @@ def add_scaled(x: torch.Tensor, scale: Scalar, y: torch.Tensor, out: torch.Tenso
 def reusable(fresh: torch.Tensor, *operands: Any) -> torch.Tensor | None:
     """Says where the next elementwise results may be written: over a fresh tensor, or None for new memory.
 
-    Passed as `out=`, it saves a third of an update's time on large leaves, and changes no bit. Nothing is overwritten
-    under a transform, where the operands may have batch dimensions that `fresh` lacks, nor where autograd records.
+    Passed as `out=`, it saves up to a sixth of an update's time on large leaves, and changes no bit. Nothing is
+    overwritten under a transform, where the operands may have batch dimensions that `fresh` lacks, nor where autograd
+    records.
 
     Args:
         fresh: A tensor that the caller has just computed and needs no longer.

@@ -44,7 +44,17 @@ def number_or_schedule(name: str, value: Any) -> None:
 
 
 def steps(name: str, value: Any, *, low: int) -> None:
-    """Checks a number of steps: an int, at least `low`."""
+    """Checks a number of steps.
+
+    Args:
+        name: Its name, for the message.
+        value: The number, an int.
+        low: The smallest number allowed.
+
+    Raises:
+        TypeError: If `value` is not an int.
+        ValueError: If it is below `low`.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if value < low:

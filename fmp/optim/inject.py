@@ -58,10 +58,10 @@ def inject_hyperparams(
     static = frozenset([static] if isinstance(static, str) else static)
 
     def make(**kwargs: Any) -> GradientTransformation:
-        dynamic = {name for name, value in kwargs.items() if name not in static and _is_hyperparam(value)}
+        dynamic = {name: value for name, value in kwargs.items() if name not in static and _is_hyperparam(value)}
         fixed = {name: value for name, value in kwargs.items() if name not in dynamic}
-        schedules = {name: kwargs[name] for name in dynamic if callable(kwargs[name])}
-        constants = {name: kwargs[name] for name in dynamic - schedules.keys()}
+        schedules = {name: value for name, value in dynamic.items() if callable(value)}
+        constants = {name: value for name, value in dynamic.items() if name not in schedules}
         # Made once with the plain numbers, so that the factory can refuse them now.
         factory(**fixed, **constants, **_asked(schedules, zero_count(None)))
 

@@ -85,8 +85,7 @@ def sgd(
     def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
-        # The weight of a new gradient in the running sum.
-        gain = None if is_off(dampening) else torch.where(state.count == 0, 1.0, 1.0 - dampening)
+        gains = {} if is_off(dampening) else per_dtype(lambda dtype: gain_for(dtype, state.count), params)
 
         def decayed(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
             return grad if is_off(weight_decay) else add_scaled(grad, weight_decay, param)
@@ -99,7 +98,7 @@ def sgd(
         ) -> tuple[torch.Tensor, torch.Tensor]:
             assert momentum is not None
             grad = decayed(grad, param)
-            total = add_scaled(grad if gain is None else grad * gain.to(grad.dtype), momentum, total)
+            total = add_scaled(grad * gains[grad.dtype] if gains else grad, momentum, total)
             direction = add_scaled(grad, momentum, total) if nesterov else total
             return direction * -rates[grad.dtype], total
 
@@ -108,5 +107,8 @@ def sgd(
             return updates, SgdState(count=state.count + 1, momentum=None)
         updates, totals = update_leaves(with_momentum, grads, params, state.momentum)
         return updates, SgdState(count=state.count + 1, momentum=totals)
+
+    def gain_for(dtype: torch.dtype, count: torch.Tensor) -> torch.Tensor:
+        return torch.where(count == 0, torch.ones_like(count, dtype=dtype), 1.0 - in_dtype(dampening, dtype))
 
     return GradientTransformation(init, update)

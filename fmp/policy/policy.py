@@ -6,12 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import optree
 import torch
 
 from fmp.dtypes import full_precision, is_castable, parse_dtype, short_name
 from fmp.patterns import matcher
-from fmp.tree import cast, flatten, join, unflatten
+from fmp.tree import Spec, cast, flatten, join, unflatten
 
 Tree = Any
 
@@ -202,7 +201,7 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype, full: bool) -> Any:
     return leaf.to(torch.promote_types(full_precision(leaf.dtype), full_precision(dtype)) if full else dtype)
 
 
-def _kept(spec: optree.PyTreeSpec, patterns: tuple[str, ...]) -> tuple[bool, ...]:
+def _kept(spec: Spec, patterns: tuple[str, ...]) -> tuple[bool, ...]:
     matches = matcher(patterns)
     return tuple([matches(join(path)) for path in spec.paths()])
 

@@ -1,0 +1,121 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from fmp import tree
+from fmp.optim import apply_updates
+from fmp.optim.base import (
+    add_scaled,
+    bias_correction,
+    per_dtype,
+    reusable,
+    scheduled,
+    update_leaves,
+    zero_count,
+    zeros,
+)
+
+ALL = {"half": torch.ones(2, dtype=torch.float16), "double": torch.ones(2, dtype=torch.float64), "ids": torch.arange(2)}
+
+
+@given(st.floats(0.0, 0.999999), st.integers(1, 10**6))
+def test_bias_correction_keeps_all_digits(decay, count):
+    exact = -math.expm1(count * math.log(decay)) if decay else 1.0
+    for dtype, digits in [(torch.float32, 3e-7), (torch.float64, 1e-14)]:
+        found = bias_correction(decay, torch.tensor(count, dtype=dtype))
+        assert found.dtype == dtype
+        assert found.item() == pytest.approx(exact, rel=digits)
+
+
+def test_bias_correction_of_a_tensor_matches_its_float32_value():
+    decay = torch.tensor(0.999)
+    found = bias_correction(decay, torch.tensor(1.0))
+    assert found.item() == pytest.approx(1.0 - decay.item(), rel=1e-6)
+    assert bias_correction(torch.tensor(0.0), torch.tensor(3.0)) == 1.0
+
+
+def test_apply_updates_rounds_once():
+    param = torch.tensor([1.0], dtype=torch.bfloat16)
+    assert apply_updates(param, torch.tensor([0.005])).item() == 1.0078125
+    assert apply_updates(param, torch.tensor([0.0039])).item() == 1.0
+
+
+def test_apply_updates_keeps_dtypes_and_holes():
+    updates = {"half": torch.full((2,), 0.5), "double": torch.full((2,), 0.5), "ids": None}
+    found = apply_updates(ALL, updates)
+    assert tree.describe(found) == tree.describe(ALL)
+    assert found["ids"] is ALL["ids"]
+    assert found["double"].tolist() == [1.5, 1.5]
+
+
+def test_zeros_are_wide():
+    moments = zeros({**ALL, "hole": None})
+    assert tree.describe(moments) == "{'half': f32[2], 'double': f64[2], 'ids': None, 'hole': None}"
+    assert not any(leaf.any() for leaf in tree.leaves(zeros(ALL)) if leaf is not None)
+
+
+def test_zero_count_is_a_32_bit_scalar():
+    assert tree.describe(zero_count(ALL)) == "i32[]"
+    assert zero_count({}).item() == 0
+    assert zero_count({"a": torch.ones(1, device="meta")}).device.type == "meta"
+
+
+def test_update_leaves_casts_gradients_to_the_moments():
+    grads = {"half": torch.ones(2, dtype=torch.float64), "double": torch.ones(2), "ids": torch.ones(2)}
+    seen = []
+
+    def update(grad, param, moment, flag):
+        seen.append((grad.dtype, flag))
+        return grad, moment + 1
+
+    updates, moments = update_leaves(update, grads, ALL, zeros(ALL), given=([True, False, True],))
+    assert seen == [(torch.float64, True), (torch.float32, False)]
+    assert tree.describe(updates) == "{'half': f32[2], 'double': f64[2], 'ids': None}"
+    assert moments["ids"] is None
+
+
+def test_update_leaves_skips_complex_parameters():
+    values = {"w": torch.ones(2, dtype=torch.complex64)}
+    assert update_leaves(lambda grad, param: (grad,), values, values) == ({"w": None},)
+
+
+def test_per_dtype_asks_once_for_each():
+    asked = []
+    assert per_dtype(asked.append, [*ALL.values(), torch.ones(1), None]) == {torch.float32: None, torch.float64: None}
+    assert sorted(asked, key=str) == [torch.float32, torch.float64]
+
+
+def test_scheduled():
+    count = torch.tensor(3)
+    assert scheduled(0.5, count) == 0.5
+    assert scheduled(count, count) is count
+    assert scheduled(lambda count: count * 2, count) == 6
+
+
+@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)])
+def test_add_scaled(scale):
+    x, y = torch.tensor([1.0]), torch.tensor([4.0], dtype=torch.bfloat16)
+    found = add_scaled(x, scale, y)
+    assert found.dtype == torch.float32
+    assert found.item() == 3.0
+
+
+def test_memory_is_reused_only_where_nothing_can_notice():
+    plain, required = torch.ones(2), torch.ones(2, requires_grad=True)
+    assert reusable(plain, plain, 0.5) is plain
+    assert reusable(plain, required) is None
+    with torch.no_grad():
+        assert reusable(plain, required) is plain
+    found = []
+
+    def inside(x):
+        found.append(reusable(plain))
+        return x.sum()
+
+    torch.func.vmap(inside)(plain)
+    torch.func.grad(inside)(plain)
+    torch.compile(inside, backend="eager", fullgraph=True)(plain)
+    assert found == [None, None, None]
+    assert reusable(torch.nn.Parameter(plain, requires_grad=False)) is None

@@ -1,0 +1,93 @@
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from fmp import optim
+from fmp.optim import schedules
+
+EVERY = {
+    "constant": schedules.constant(0.3),
+    "linear": schedules.linear(0.1, 0.7, 10, 3),
+    "exponential": schedules.exponential_decay(0.1, 10, 0.5, 3, staircase=True, end_value=0.01),
+    "piecewise": schedules.piecewise_constant([0.1, 0.2, 0.3], [5, 6]),
+    "join": schedules.join([schedules.linear(0.0, 1.0, 4), schedules.exponential_decay(1.0, 3, 0.5)], [4]),
+}
+every_schedule = pytest.mark.parametrize("schedule", EVERY.values(), ids=EVERY.keys())
+
+
+@every_schedule
+def test_works_under_vmap_and_compile(schedule):
+    counts = torch.arange(20, dtype=torch.int32)
+    each = torch.stack([schedule(count) for count in counts])
+    torch.testing.assert_close(torch.func.vmap(schedule)(counts), each)
+    compiled = torch.compile(schedule, backend="eager", fullgraph=True)
+    torch.testing.assert_close(torch.stack([compiled(count) for count in counts]), each)
+
+
+@every_schedule
+def test_is_finite_far_away(schedule):
+    assert schedule(torch.tensor(2**31 - 1, dtype=torch.int32)).isfinite()
+
+
+@given(st.floats(0, 10, width=32), st.floats(0, 10, width=32), st.integers(1, 1000), st.integers(0, 1000))
+def test_linear_starts_and_ends_exactly(init_value, end_value, transition_steps, transition_begin):
+    schedule = schedules.linear(init_value, end_value, transition_steps, transition_begin)
+    assert schedule(torch.tensor(0)).item() == init_value
+    assert schedule(torch.tensor(transition_begin)).item() == init_value
+    assert schedule(torch.tensor(transition_begin + transition_steps)).item() == end_value
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 150))
+def test_a_joined_schedule_counts_from_its_own_beginning(first, more, count):
+    parts = [schedules.linear(0.0, 1.0, 100), schedules.linear(1.0, 2.0, 100), schedules.linear(2.0, 3.0, 100)]
+    boundaries = [first, first + more]
+    index = sum(count >= boundary for boundary in boundaries)
+    since = count - ([0, *boundaries][index])
+    assert schedules.join(parts, boundaries)(torch.tensor(count)) == parts[index](torch.tensor(since))
+
+
+def test_a_later_schedule_is_never_asked_below_zero():
+    asked = []
+
+    def later(count):
+        asked.append(count.item())
+        return torch.tensor(1.0)
+
+    schedules.join([schedules.constant(0.0), later], [5])(torch.tensor(2))
+    assert asked == [0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.constant(-1.0), "value"),
+        (lambda: schedules.linear(float("nan"), 1.0, 5), "init_value"),
+        (lambda: schedules.linear(0.0, float("inf"), 5), "end_value"),
+        (lambda: schedules.linear(0.0, 1.0, 0), "transition_steps must be at least 1, got 0"),
+        (lambda: schedules.linear(0.0, 1.0, 5, -1), "transition_begin"),
+        (lambda: schedules.exponential_decay(1.0, 5, 0.0), "decay_rate"),
+        (lambda: schedules.exponential_decay(1.0, 5, 0.5, end_value=-1.0), "end_value"),
+        (lambda: schedules.piecewise_constant([1.0], [5]), "values must be one more than boundaries, got 1 and 1"),
+        (lambda: schedules.piecewise_constant([1.0, 2.0, 3.0], [5, 5]), r"boundaries\[1\] must be at least 6, got 5"),
+        (lambda: schedules.join([schedules.constant(1.0)], [5]), "schedules must be one more"),
+        (lambda: schedules.join([], []), "schedules must be one more"),
+    ],
+)
+def test_bad_values_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_other_types_are_refused():
+    with pytest.raises(TypeError, match="transition_steps must be an int"):
+        schedules.linear(0.0, 1.0, 5.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"schedules\[1\] is 0.5, not a function of the count; use constant\(0.5\)"):
+        schedules.join([schedules.constant(1.0), 0.5], [5])  # pyright: ignore[reportArgumentType]
+
+
+def test_members_may_be_at_different_steps():
+    tx = optim.sgd(schedules.linear(1.0, 0.0, 4))
+    values = {"w": torch.ones(1)}
+    state = tx.init(values)
+    update = lambda count: tx.update(values, type(state)(count, None), values)[0]["w"]
+    assert torch.func.vmap(update)(torch.arange(3, dtype=torch.int32)).flatten().tolist() == [-1.0, -0.75, -0.5]

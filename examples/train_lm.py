@@ -88,17 +88,14 @@ def sample_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
 
 
 def make_step(model: fmp.Model, args: argparse.Namespace) -> fmp.TrainStep:
-    """Builds the train step; everything that differs between precisions is in the policy."""
+    """Builds the train step; what differs between precisions is in the policy alone."""
 
     def loss_fn(params, tokens, *, buffers):
         logits, buffers = model.apply(params, buffers, tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()), buffers
 
-    overrides = {"keep_norm_fp32": args.keep_norm_fp32, "loss_scale": args.loss_scale}
     policy = fmp.opt_level(
-        args.opt_level,
-        half_dtype=args.half,
-        **{name: value for name, value in overrides.items() if value is not None},
+        args.opt_level, half_dtype=args.half, loss_scale=args.loss_scale, keep_norm_fp32=args.keep_norm_fp32
     )
     warm_up = fmp.optim.schedules.linear(0.0, args.learning_rate, args.warm_up)
     decay = fmp.optim.schedules.linear(args.learning_rate, 0.1 * args.learning_rate, args.steps - args.warm_up)

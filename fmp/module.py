@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from fmp import tree
 from fmp.dropout import SeededRandomness
 from fmp.dtypes import is_castable
-from fmp.random import Seed
+from fmp.random import Seed, as_seed
 
 _NORMS = (
     nn.BatchNorm1d,
@@ -117,7 +117,8 @@ class Model:
 
         tensors = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
         tensors |= {alias: tensors[name] for alias, name in self._ties.items()}
-        with contextlib.nullcontext() if seed is None else SeededRandomness(seed):
+        device = next((param.device for param in params.values()), None)
+        with contextlib.nullcontext() if seed is None else SeededRandomness(as_seed(seed, device)):
             # Buffers are written in place, or replaced in the dictionary; both are read back from it.
             output = torch.func.functional_call(skeleton.module, tensors, args, kwargs, tie_weights=False)
         for layer in skeleton.recurrent:
@@ -213,10 +214,15 @@ def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
-    """Maps every further name of a parameter or buffer to its first one."""
+    """Maps every further name of a parameter or buffer to its first one.
+
+    The names of a module that occurs twice are one place, not two, and would be put back in the wrong order.
+    """
     first: dict[int, str] = {}
-    names = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return {name: first[id(tensor)] for name, tensor in names if first.setdefault(id(tensor), name) != name}
+    parts = list(module.named_modules())
+    places = [item for path, part in parts for item in part.named_parameters(path, False, False)]
+    places += [item for path, part in parts for item in part.named_buffers(path, False, False)]
+    return {name: first[id(tensor)] for name, tensor in places if first.setdefault(id(tensor), name) != name}
 
 
 class _Skeleton(NamedTuple):

@@ -274,7 +274,7 @@ def _checked_number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} must fit a float, got an integer of {value.bit_length()} bits") from None
+        raise ValueError(f"{name} must fit a float, got an integer beyond its range") from None
 
 
 def _checked_scale(name: str, value: Any) -> float:

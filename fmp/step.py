@@ -70,7 +70,7 @@ class TrainStep:
             ValueError: If `frozen` is given and no loss takes it.
         """
         _check_call(self, state, frozen)
-        if self.donate:
+        if self.donate and not torch.compiler.is_compiling():  # what is compiled as a whole frees by itself
             state = give_away(state)
         with _unrecorded():
             return self.advance(self, state, batch, frozen)
@@ -118,7 +118,7 @@ class TrainStep:
             params=stored,
             master=masters,
             opt_state=self._group_part({key: tx.init(groups[key]) for key, tx in self.optimizers.items()}),
-            loss_scale=self._loss_part(tree.map(lambda leaf: leaf.to(device, copy=True), dict(self.scalers))),
+            loss_scale=self._loss_part(tree.map(lambda leaf: _copy(leaf, device), dict(self.scalers))),
             buffers=buffers,
             ema=None if self.ema is None else tree.map(_full_precision_copy, params, full),
             seed=torch.as_tensor(seed, dtype=torch.int64).to(device, copy=True),
@@ -287,8 +287,7 @@ def _zip_groups(step: TrainStep, state: TrainState) -> list[tuple[Any, ...]]:
 
 
 def _scale_of(scaler: LossScale, device: torch.device) -> torch.Tensor:
-    scale = getattr(scaler, "loss_scale", None)
-    return torch.ones((), device=device) if scale is None else scale
+    return scaler.scale(torch.ones((), device=device))
 
 
 def _unrecorded() -> AbstractContextManager[None]:
@@ -298,8 +297,8 @@ def _unrecorded() -> AbstractContextManager[None]:
     return contextlib.nullcontext() if recorded else torch.no_grad()
 
 
-def _copy(leaf: Any) -> Any:
-    return None if leaf is None else leaf.clone()
+def _copy(leaf: Any, device: torch.device | None = None) -> Any:
+    return None if leaf is None else leaf.to(device, copy=True)
 
 
 def _full_precision_copy(leaf: Any, like: Any) -> Any:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -11,10 +12,11 @@ from torch._C import _autograd
 
 from tests.promotion import StrictPromotion, compile_unwatched
 
+_hooks: Any = _autograd
 torch.set_num_threads(1)
 torch.compile = compile_unwatched(torch.compile)
 
-# Examples run in the order of their seeds, so a failure in CI happens again on the desk.
+# In CI the examples are the same every time: what fails there fails again under CI=true.
 hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "local")
@@ -48,5 +50,5 @@ def fresh_compiler() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     # A compilation that fails inside a transform can leave these off.
-    if not _autograd._saved_tensors_hooks_is_enabled():
-        _autograd._saved_tensors_hooks_enable()
+    if not _hooks._saved_tensors_hooks_is_enabled():
+        _hooks._saved_tensors_hooks_enable()

@@ -216,6 +216,17 @@ def test_in_place_forms_write_what_the_others_return(name: str, x: torch.Tensor)
         assert torch.equal(out, seeded(other)(before, 6))
 
 
+@pytest.mark.parametrize("name", ["dropout_by_place", "alpha_dropout", "rrelu", "bernoulli_"])
+def test_in_place_forms_write_when_compiled(name: str, x: torch.Tensor) -> None:
+    def write(x: torch.Tensor) -> torch.Tensor:
+        copy = x * 1.0
+        IN_PLACE[name](copy)
+        return copy
+
+    compiled = torch.compile(seeded(write), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, torch.tensor(6)), seeded(IN_PLACE[name])(x.clone(), 6))
+
+
 def test_drop_path_as_it_is_usually_written() -> None:
     def drop_path(x: torch.Tensor) -> torch.Tensor:
         keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(0.75)

@@ -205,7 +205,7 @@ def test_each_loss_scale_moves_on_its_own(overflows):
         "main": fmp.DynamicLossScale(64.0, growth_interval=2),
         "probe": fmp.DynamicLossScale(8.0, growth_interval=1),
     }
-    counts = dict.fromkeys(KEYS, 0)
+    counts: dict[str, int] = dict.fromkeys(KEYS, 0)
     for bad_main, bad_probe in overflows:
         state, metrics = step(state, batch_of(INF if bad_main else 1.0, INF if bad_probe else 1.0))
         for name, bad in (("main", bad_main), ("probe", bad_probe)):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import struct
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -100,7 +101,7 @@ def test_the_scale_grows_on_exactly_the_nth_finite_step(interval):
     for bad in (False, False, False, False, True, False, False, False, True, True, False, False, False):
         state, metrics = step(state, {"w": torch.full((3,), INF if bad else 2.0)})
         assert metrics.loss_scale == scale
-        torch._amp_update_scale_(scale, tracker, torch.tensor(float(bad)), 2.0, 0.5, interval)
+        torch.ops.aten._amp_update_scale_(scale, tracker, torch.tensor(float(bad)), 2.0, 0.5, interval)
         assert state.loss_scale.loss_scale == max(scale, 1.0)
         assert state.loss_scale.growth_count == tracker
 
@@ -221,7 +222,7 @@ class Plain:
     step: int = 0
     momentum: float = 0.0
     updates: int = 0
-    ema: float | None = None
+    ema: float = math.nan
     mean: float = 0.0
     batches: int = 0
     scale: float = 2.0**11
@@ -422,6 +423,32 @@ def test_extreme_scales_stay_in_bounds(bad):
     assert state.loss_scale.loss_scale == (2.0**-9 if bad else 2.0**29)
 
 
+@tree.dataclass
+class HalfScale:
+    """A scaler of one's own, with a hole in its state."""
+
+    factor: torch.Tensor
+    hole: None = None
+
+    def scale(self, loss):
+        return loss.to(torch.float32) * self.factor
+
+    def unscale(self, grads):
+        return tree.map(lambda grad: grad.to(torch.float32) / self.factor, grads)
+
+    def adjust(self, grads_finite):
+        return tree.replace(self, factor=torch.where(grads_finite, self.factor, self.factor * 0.5))
+
+
+def test_a_scaler_of_ones_own():
+    step = fmp.train_step(given_gradient, fmp.optim.sgd(1.0), loss_scale=HalfScale(torch.tensor(32.0)))
+    state = step.init({"w": torch.ones(1)})
+    state, metrics = step(state, {"w": torch.tensor([INF])})
+    assert (metrics.skipped, metrics.loss_scale, state.loss_scale.factor) == (True, 32.0, 16.0)
+    state, metrics = step(state, {"w": torch.tensor([0.5])})
+    assert (metrics.skipped, metrics.loss_scale, state.params["w"]) == (False, 16.0, 0.5)
+
+
 # Masters
 
 
@@ -512,11 +539,12 @@ def test_batch_frozen_buffers_and_output_are_cast():
     step = fmp.train_step(loss_fn, fmp.optim.sgd(0.1), policy=policy, has_aux=True)
     params = {"w": torch.ones(2), "norm": torch.ones(1)}
     state = step.init(params, buffers={"norm": torch.ones(1), "table": torch.ones(1), "n": torch.tensor(1)})
-    batch = (torch.ones(3), torch.arange(3), {"scale": 0.5, "name": "a", "hole": None})
+    # A name in the batch is not a parameter's, whatever it matches.
+    batch = (torch.ones(3), torch.arange(3), {"norm": torch.ones(1), "scale": 0.5, "name": "a", "hole": None})
     after, metrics = step(state, batch, frozen={"teacher": torch.ones(1), "norm": torch.ones(1)})
     assert tree.describe(seen) == (
         "{'params': {'w': bf16[2], 'norm': f32[1]}, "
-        "'batch': (bf16[3], i64[3], {'scale': 0.5, 'name': 'a', 'hole': None}), "
+        "'batch': (bf16[3], i64[3], {'norm': bf16[1], 'scale': 0.5, 'name': 'a', 'hole': None}), "
         "'buffers': {'norm': f32[1], 'table': bf16[1], 'n': i64[]}, "
         "'frozen': {'teacher': bf16[1], 'norm': f32[1]}}"
     )

@@ -17,7 +17,7 @@ STEPS = 20
 
 def squares(params, batch):
     x, y = batch
-    return (((x * params["w"]).sum(-1) + params["b"] - y).float() ** 2).mean()
+    return (((x * params["w"]).sum(-1).float() + params["b"].float() - y.float()) ** 2).mean()
 
 
 def problem(rows=4, dtype=torch.float32, seed=0):
@@ -29,7 +29,7 @@ def problem(rows=4, dtype=torch.float32, seed=0):
 def everything(**changes: Any):
     """A step with everything switched on; its scale of 2^12 overflows now and then, and grows."""
     options: dict[str, Any] = {
-        "policy": fmp.opt_level("O2", keep_norm_fp32=False),
+        "policy": fmp.opt_level("O2", keep_full="b"),
         "loss_scale": fmp.DynamicLossScale(2.0**12, growth_interval=2),
         "accumulate": 2,
         "clip_norm": 1.0,
@@ -90,6 +90,20 @@ def test_an_ensemble_of_eight_equals_eight_runs(accumulate):
     assert len(ensemble.loss_scale.loss_scale.unique()) > 3
     assert len(ensemble.skip_count.unique()) > 1
     assert ((ensemble.step + ensemble.skip_count) == 6).all()
+
+
+def test_a_float16_loss_under_vmap():
+    step = fmp.train_step(lambda params, batch: (params["w"] * batch).sum(), fmp.optim.sgd(1.0), skip_nonfinite=True)
+    state = step.init({"w": torch.ones(1, dtype=torch.float16)})
+    for exponents in ([10.0, 15.0, 16.0, 24.0], [24.0, 24.0, 24.0, 24.0]):
+        scales = 2.0 ** torch.tensor(exponents)
+        scaled = dataclasses.replace(step, scalers={"": fmp.DynamicLossScale()})
+        states = tree.map(lambda leaf: None if leaf is None else leaf.expand(4, *leaf.shape), scaled.init(state.params))
+        states = tree.replace(states, loss_scale=tree.replace(states.loss_scale, loss_scale=scales))
+        after, metrics = torch.func.vmap(scaled, in_dims=(0, None))(states, torch.tensor([0.5], dtype=torch.float16))
+        assert not metrics.skipped.any()
+        assert same_bits(after.params["w"], torch.full((4, 1), 0.5, dtype=torch.float16))
+        assert same_bits(metrics.loss_scale, scales)
 
 
 def test_an_ensemble_is_made_by_a_vmapped_init():
@@ -166,7 +180,7 @@ def test_the_derivative_by_a_learning_rate_is_right(options):
     rate, h = torch.tensor(0.1, dtype=torch.float64), 1e-6
     expected = (outer(rate + h) - outer(rate - h)) / (2 * h)
     torch.testing.assert_close(torch.func.grad(outer)(rate), expected, rtol=1e-6, atol=0)
-    _, tangent = torch.func.jvp(outer, (rate,), (torch.ones_like(rate),))
+    tangent = torch.func.jvp(outer, (rate,), (torch.ones_like(rate),))[1]
     torch.testing.assert_close(tangent, expected, rtol=1e-6, atol=0)
 
 
@@ -309,6 +323,26 @@ def test_a_step_inside_a_function_that_is_compiled():
     fast = torch.compile(two_steps, backend="aot_eager", fullgraph=True)
     state = step.init(params)
     assert same_bits(fast(state, batch), two_steps(state, batch))
+
+
+def test_a_donating_step_inside_a_function_that_is_compiled():
+    keeping, donating = (fmp.train_step(squares, fmp.optim.sgd(0.1), donate=donate) for donate in (False, True))
+    params, batch = problem()
+    fast = torch.compile(lambda state, batch: donating(state, batch), backend="aot_eager", fullgraph=True)
+    assert same_bits(fast(donating.init(params), batch), keeping(keeping.init(params), batch))
+
+
+def test_a_compiled_step_with_a_float16_loss():
+    loss_fn = lambda params, batch: (params["w"] * batch).sum()
+    scaler = fmp.DynamicLossScale(2.0**14, growth_interval=1)
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(0.125), policy=fmp.opt_level("O2"), loss_scale=scaler)
+    fast = compiled(step)
+    expected = state = step.init({"w": torch.ones(2)})
+    for _ in range(5):
+        expected, eager = step(expected, torch.full((2,), 0.5))
+        state, metrics = fast(state, torch.full((2,), 0.5))
+        assert same_bits((state, metrics), (expected, eager))
+    assert (state.step, state.loss_scale.loss_scale) == (5, 2.0**19)
 
 
 def test_a_compiled_step_does_not_change_its_inputs():

@@ -74,6 +74,27 @@ def test_structures_are_equal_when_optree_says_so(left, right):
     assert _traced.flatten(left)[1] == _traced.flatten(left)[1]
 
 
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ({"a": 1, "b": 2}, {"b": 1, "a": 2}),
+        ({"a": 1}, OrderedDict(a=1)),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        (defaultdict(list, a=1), defaultdict(dict, a=1)),
+        (Cell(1), Cell(2)),
+        (Cell(1), Cell(1, unit="s")),
+        (Point(1, 2), (1, 2)),
+        ([1], [[1]]),
+        ([1], 1),
+        (DynamicLossScale(), DynamicLossScale(growth_interval=3)),
+    ],
+    ids=str,
+)
+def test_equality_in_chosen_cases(left, right):
+    expected = optree.tree_structure(left, none_is_leaf=True) == optree.tree_structure(right, none_is_leaf=True)
+    assert (_traced.flatten(left)[1] == _traced.flatten(right)[1]) == expected
+
+
 @given(TREES, TREES)
 def test_flatten_up_to_takes_and_refuses_what_optree_does(prefix, tree):
     for candidate in (prefix, tree):

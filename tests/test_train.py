@@ -70,6 +70,7 @@ def test_the_dictionaries_given_can_be_changed_afterwards():
     losses, optimizers = {"a": loss_fn}, {"w": fmp.optim.sgd(0.5)}
     uses = {"a": ["w"]}
     step = fmp.train_step(losses, optimizers, uses=uses)
-    losses.clear(), optimizers.clear(), uses["a"].clear()
+    for changed in (losses, optimizers, uses["a"]):
+        changed.clear()
     state, _ = step(step.init({"w": torch.ones(1)}), torch.ones(1))
     assert state.params["w"] == 0.5

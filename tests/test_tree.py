@@ -496,6 +496,11 @@ def test_all_finite_equals_isfinite(singles, halves):
     assert bool(fmp.tree.all_finite(tree)) == expected
 
 
+def test_all_finite_keeps_large_numbers_of_wide_dtypes():
+    assert fmp.tree.all_finite([torch.tensor(1e300, dtype=torch.float64), torch.ones(2).half(), torch.tensor(1e38)])
+    assert fmp.tree.all_finite([torch.tensor(3e38).bfloat16(), torch.tensor(6e4).half()])
+
+
 @pytest.mark.parametrize("imaginary", [INF, NAN])
 def test_all_finite_looks_at_imaginary_parts(imaginary):
     assert not fmp.tree.all_finite(torch.complex(torch.ones(2), torch.tensor([0.0, imaginary])))
@@ -523,6 +528,12 @@ def test_all_finite_answers_for_each_member():
     assert torch.func.vmap(fmp.tree.all_finite)(ensemble).tolist() == [True, False, True]
     ensemble["w"][2, 3] = -INF
     assert torch.func.vmap(fmp.tree.all_finite)(ensemble).tolist() == [True, False, False]
+    mixed = {
+        "w": torch.ones(2, 3).half(),
+        "b": torch.tensor([1e300, INF], dtype=torch.float64),
+        "c": torch.ones(2) * 1j,
+    }
+    assert torch.func.vmap(fmp.tree.all_finite)(mixed).tolist() == [True, False]
     shared = torch.func.vmap(lambda w, b: fmp.tree.all_finite([w, b]), in_dims=(0, None))
     assert shared(torch.ones(2, 3), torch.tensor(NAN)).tolist() == [False, False]
 

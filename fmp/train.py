@@ -60,7 +60,8 @@ def train_step(
 
     Args:
         loss_fn: `loss_fn(params, batch, *, buffers=, seed=, frozen=)`, each keyword only if the function names it. It
-            returns `loss`, `(loss, aux)`, or, if it takes buffers, `(loss, buffers)` or `(loss, buffers, aux)`.
+            returns `loss`, `(loss, aux)`, or, if it takes buffers, `(loss, buffers)` or `(loss, buffers, aux)`. The
+            loss is best reduced in float32: one in float16 can be scaled by 2^15 at most.
         optimizer: Changes the parameters.
         policy: The precision policy; None computes in the parameters' own dtypes.
         loss_scale: `"dynamic"`, a number, a scaler, or None for what the policy says.

@@ -104,8 +104,8 @@ def test_buffers_stay():
 
 
 def test_an_average_that_starts_late_starts_from_the_masters():
-    options = {"policy": fmp.opt_level("O2", "bf16")}
-    before, after = (fmp.train_step(loss_fn, fmp.optim.adamw(0.1), ema=ema, **options) for ema in (None, 0.9))
+    policy = fmp.opt_level("O2", "bf16")
+    before, after = (fmp.train_step(loss_fn, fmp.optim.adamw(0.1), ema=ema, policy=policy) for ema in (None, 0.9))
     state = trained(before, {"w": torch.tensor([1.0, 2.0])})
     assert same_bits(after.extend(state, {}).ema, state.master)
 

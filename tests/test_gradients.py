@@ -690,6 +690,23 @@ def test_nothing_of_the_graph_outlives_the_call(parameter):
     assert all(leaf.grad_fn is None and not leaf.requires_grad for leaf in fmp.tree.leaves([value, aux, grads]))
 
 
+@pytest.mark.parametrize("around", [vmap, lambda fn: lambda x: jvp(fn, (x,), (x,)), lambda fn: fn])
+def test_nothing_is_connected_to_parameters_under_no_grad(around):
+    w = torch.nn.Parameter(torch.randn(3))
+    watched: list[Any] = []
+
+    def of_captured(x):
+        return fmp.gradients.value_and_grad(lambda x: tracked(watched)({"w": w * w[:, None]}, x), has_aux=True)(x)
+
+    def of_parameter(x):
+        return fmp.gradients.value_and_grad(lambda w: tracked(watched)({"w": w * w[:, None]}, x), has_aux=True)(w)
+
+    with torch.no_grad():
+        results = around(of_captured)(torch.ones(2, 3)), around(of_parameter)(torch.ones(2, 3))
+    assert not any(leaf.requires_grad for leaf in fmp.tree.leaves(results))
+    assert [reference() for reference in watched] == [None, None]
+
+
 def test_a_parameter_with_grad_mode_on_stays_connected():
     w = torch.nn.Parameter(torch.randn(3, 3))
     watched: list[Any] = []

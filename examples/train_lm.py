@@ -1,9 +1,9 @@
 """Trains a small byte-level GPT on real English text, in float32, bfloat16 or float16, with one pure train step.
 
-    python examples/train_lm.py                                   # O2 in bfloat16: half-precision model, float32 masters
-    python examples/train_lm.py --opt-level O0                    # float32 throughout
-    python examples/train_lm.py --opt-level O2 --half fp16        # with dynamic loss scaling
-    python examples/train_lm.py --resume out/train_lm             # goes on where a run stopped, bit for bit
+    python examples/train_lm.py                          # O2 in bfloat16: the model in half, masters in float32
+    python examples/train_lm.py --half fp16              # O2 in float16, with dynamic loss scaling
+    python examples/train_lm.py --opt-level O0           # float32 throughout
+    python examples/train_lm.py --resume out/train_lm    # goes on where a run stopped, bit for bit
 
 The text is the documentation that every CPython carries; `--text` takes any other file. A run leaves a checkpoint, a
 picture of loss and loss scale, and a sample of what the model writes.
@@ -48,6 +48,8 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A decoder-only transformer over bytes."""
+
+    future: Tensor
 
     def __init__(self, context: int, width: int, heads: int, layers: int):
         super().__init__()
@@ -97,9 +99,12 @@ def make_step(model: fmp.Model, args: argparse.Namespace) -> fmp.TrainStep:
     policy = fmp.opt_level(
         args.opt_level, half_dtype=args.half, loss_scale=args.loss_scale, keep_norm_fp32=args.keep_norm_fp32
     )
-    warm_up = fmp.optim.schedules.linear(0.0, args.learning_rate, args.warm_up)
-    decay = fmp.optim.schedules.linear(args.learning_rate, 0.1 * args.learning_rate, args.steps - args.warm_up)
-    optimizer = fmp.optim.adamw(fmp.optim.schedules.join([warm_up, decay], [args.warm_up]), b2=0.99, weight_decay=0.1)
+    warm_up = max(1, min(args.warm_up, args.steps // 2))
+    peak = args.learning_rate
+    rising = fmp.optim.schedules.linear(0.0, peak, warm_up)
+    falling = fmp.optim.schedules.linear(peak, 0.1 * peak, max(1, args.steps - warm_up))
+    schedule = fmp.optim.schedules.join([rising, falling], [warm_up])
+    optimizer = fmp.optim.adamw(schedule, b2=0.99, weight_decay=0.1)
     return fmp.train_step(
         loss_fn,
         optimizer,
@@ -191,7 +196,7 @@ def main() -> None:
         state = fmp.checkpoint.load(state, args.resume / "state")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    print(f"policy      {step.policy}")
+    print(f"policy      {step.config.policy}")
     print(f"parameters  {sum(leaf.numel() for leaf in model.params.values()):,}")
     print(f"text        {len(text):,} bytes, {len(held_out):,} held out")
     history: dict[str, list[float]] = {"step": [], "loss": [], "loss_scale": [], "skipped": []}
@@ -210,7 +215,7 @@ def main() -> None:
     print(f"trained     {args.steps - first} steps in {seconds:.0f} s, {int(state.skip_count)} skipped")
     print(f"validation  {validation_loss(model, state, held_out, args):.4f} nats per byte")
     if history["step"]:
-        draw(history, f"{args.opt_level}: {step.policy}", args.out / "training.png")
+        draw(history, f"{args.opt_level}: {step.config.policy}", args.out / "training.png")
         print(f"picture     {args.out / 'training.png'}")
     print(f"sample      {generate(model, state, 'The ', 300, args)!r}")
 

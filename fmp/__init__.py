@@ -1,7 +1,7 @@
 """fmp: functional mixed-precision training for PyTorch.
 
-A train step is a pure function `(state, batch) -> (state, metrics)` over pytrees. Nothing is patched, nothing is global,
-nothing is mutated.
+A train step is a pure function `(state, batch) -> (state, metrics)` over pytrees. Nothing is patched, nothing is
+global, nothing is mutated.
 """
 
 from fmp import (
@@ -21,9 +21,12 @@ from fmp.scaling import (
     StaticLossScale as StaticLossScale,
     loss_scale as loss_scale,
 )
-from fmp.step import TrainStep as TrainStep
-from fmp.state import Metrics as Metrics, TrainState as TrainState
-from fmp.train import train_step as train_step
+from fmp.step import (
+    Metrics as Metrics,
+    TrainState as TrainState,
+    TrainStep as TrainStep,
+    train_step as train_step,
+)
 from fmp.tree import all_finite as all_finite, cast as cast, global_norm as global_norm, select as select
 
 __version__ = "0.1.0"

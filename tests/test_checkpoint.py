@@ -209,7 +209,9 @@ def _cosine(count: torch.Tensor) -> torch.Tensor:
     return torch.cos(count)
 
 
-@pytest.mark.parametrize("note", [_cosine, (1, _cosine), frozenset({_cosine}), range(3)], ids=["function", "tuple", "frozenset", "range"])
+@pytest.mark.parametrize(
+    "note", [_cosine, (1, _cosine), frozenset({_cosine}), range(3)], ids=["function", "tuple", "frozenset", "range"]
+)
 def test_static_values_without_an_encoding_must_match(tmp_path: Path, note: Any) -> None:
     checkpoint.save([Moments(torch.tensor(5), None, None, note=note)], tmp_path / "state")
     [restored] = checkpoint.load([Moments(torch.tensor(0), None, None, note=note)], tmp_path / "state")

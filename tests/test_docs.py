@@ -14,7 +14,9 @@ import torch
 import fmp
 
 ROOT = Path(__file__).parent.parent
-MODULES = sorted(info.name for info in pkgutil.walk_packages(fmp.__path__, "fmp.") if not info.name.endswith("__main__"))
+MODULES = sorted(
+    info.name for info in pkgutil.walk_packages(fmp.__path__, "fmp.") if not info.name.endswith("__main__")
+)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCKS = [
     pytest.param(block, id=f"{page.name}:{index}")

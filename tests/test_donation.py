@@ -9,8 +9,8 @@ import torch
 
 import fmp
 from fmp import tree
-from fmp.donation import give_away
 from fmp.errors import DonatedStateError
+from fmp.step.donation import give_away
 from tests.bits import same_bits
 
 

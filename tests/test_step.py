@@ -658,7 +658,7 @@ def test_init_copies_and_aliases_nothing():
         for policy in (None, fmp.opt_level("O0"), fmp.opt_level("O2"), fmp.opt_level("O2", keep_full="*")):
             step = fmp.train_step(loss_fn, optimizer, policy=policy, loss_scale=scaler, ema=0.9)
             one, two = step.init(tied, buffers=buffers, seed=seed), step.init(tied, buffers=buffers, seed=seed)
-            given_storages = set(storages((tied, buffers, seed, scaler, step.scalers)))
+            given_storages = set(storages((tied, buffers, seed, scaler, step.config.scalers)))
             found = [*storages(one), *storages(two)]
             assert len(found) == len(set(found))
             assert not set(found) & given_storages

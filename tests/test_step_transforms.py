@@ -8,7 +8,7 @@ import torch
 
 import fmp
 from fmp import tree
-from fmp.step import advance
+from fmp.step.advance import advance
 from tests.bits import same_bits, snapshot
 
 INF = float("inf")
@@ -97,7 +97,7 @@ def test_a_float16_loss_under_vmap():
     state = step.init({"w": torch.ones(1, dtype=torch.float16)})
     for exponents in ([10.0, 15.0, 16.0, 24.0], [24.0, 24.0, 24.0, 24.0]):
         scales = 2.0 ** torch.tensor(exponents)
-        scaled = dataclasses.replace(step, scalers={"": fmp.DynamicLossScale()})
+        scaled = dataclasses.replace(step, config=dataclasses.replace(step.config, scalers={"": fmp.DynamicLossScale()}))
         states = tree.map(lambda leaf: None if leaf is None else leaf.expand(4, *leaf.shape), scaled.init(state.params))
         states = tree.replace(states, loss_scale=tree.replace(states.loss_scale, loss_scale=scales))
         after, metrics = torch.func.vmap(scaled, in_dims=(0, None))(states, torch.tensor([0.5], dtype=torch.float16))
@@ -250,6 +250,10 @@ def test_the_state_takes_no_graph_along_under_vmap():
 # Compiled
 
 
+def with_losses_of(step, other):
+    return dataclasses.replace(step, config=dataclasses.replace(step.config, losses=other.config.losses))
+
+
 def compiled(step):
     return dataclasses.replace(step, advance=torch.compile(advance, backend="aot_eager", fullgraph=True))
 
@@ -282,7 +286,7 @@ def test_a_compiled_step_takes_buffers_seeds_frozen_and_auxiliary_output():
     step = everything(
         loss_scale="dynamic", has_aux=True, microbatch_weight=lambda batch: (batch[1] > 0).sum(), donate=True
     )
-    step = dataclasses.replace(step, losses=fmp.train_step(loss_fn, fmp.optim.sgd(0.1), has_aux=True).losses)
+    step = with_losses_of(step, fmp.train_step(loss_fn, fmp.optim.sgd(0.1), has_aux=True))
     fast = compiled(step)
     frozen = {"shift": torch.ones(1)}
     start = {"buffers": {"n": torch.tensor(0), "mean": torch.zeros(())}, "seed": 5}

@@ -503,7 +503,10 @@ def test_all_finite_keeps_large_numbers_of_wide_dtypes():
 
 @pytest.mark.parametrize("imaginary", [INF, NAN])
 def test_all_finite_looks_at_imaginary_parts(imaginary):
-    assert not fmp.tree.all_finite(torch.complex(torch.ones(2), torch.tensor([0.0, imaginary])))
+    leaf = torch.complex(torch.ones(2), torch.tensor([0.0, imaginary]))
+    assert not fmp.tree.all_finite(leaf)
+    assert not fmp.tree.all_finite(leaf.conj())
+    assert fmp.tree.all_finite(torch.ones(2).to(torch.complex64).conj())
 
 
 @pytest.mark.parametrize("tree", [{}, [], None, 1.0, NAN, "x", [torch.arange(3)], [torch.tensor(True), torch.ones(0)]])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import fmp
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from train_lm import GPT, make_step  # noqa: E402 (the example is a script, not a package)
+from train_lm import GPT, make_step
 
 ARGUMENTS = Namespace(
     opt_level="O2", half="bf16", loss_scale=None, keep_norm_fp32=None, steps=600, warm_up=50, learning_rate=2e-3,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fmp import random, tree
+from fmp import tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.gradients import value_and_grad
 from fmp.policy import Policy
@@ -141,81 +141,6 @@ def _excess_of(scaler: LossScale, value: torch.Tensor) -> torch.Tensor | None:
     if value.dtype != torch.float16 or isinstance(scaler, NoOpLossScale):
         return None
     return (scaler.scale(torch.ones((), device=value.device)) / 2.0**15).clamp(min=1.0)
-
-
-def accumulate(
-    gradient_of: Callable[[Tree, Tree, torch.Tensor], tuple[LossOutput, Tree]],
-    batch: Tree,
-    *,
-    count: int,
-    weight_of: Callable[[Tree], torch.Tensor] | None,
-    buffers: Tree,
-    seed: torch.Tensor,
-) -> tuple[LossOutput, Tree]:
-    """Averages a gradient over microbatches, in float32 or wider.
-
-    A microbatch of weight zero counts for nothing, even if its loss is NaN. Buffers pass from one microbatch to the
-    next; those of a microbatch of weight zero do not.
-
-    Args:
-        gradient_of: `gradient_of(microbatch, buffers, seed)`; its gradients are unscaled.
-        batch: The whole batch; dimension 0 of every tensor with dimensions is split into `count` equal parts.
-        count: The number of microbatches.
-        weight_of: Gives the weight of a microbatch, for example its number of valid tokens; None for equal weights.
-        buffers: The buffers that the first microbatch sees.
-        seed: i64[]; each microbatch gets a seed of its own derived from it.
-
-    Returns:
-        The weighted mean loss with the last buffers and the auxiliary outputs (tensors stacked along a new dimension
-        0, other leaves those of the last microbatch), and the weighted mean of the gradients.
-    """
-    total_loss: Any = 0.0
-    total_grads: Tree = None
-    total_weight: Any = 0.0
-    auxes = []
-    for index, microbatch in enumerate(_split(batch, count)):
-        weight = torch.ones((), device=seed.device) if weight_of is None else _checked_weight(weight_of(microbatch))
-        output, grads = gradient_of(microbatch, buffers, random.fold_in(seed, index))
-        buffers = output.buffers if weight_of is None else tree.select(weight != 0, output.buffers, buffers)
-        auxes.append(output.aux)
-        total_weight = total_weight + weight
-        total_loss = total_loss + _weighted(output.loss, weight)
-        grads = tree.map(lambda grad, w=weight: None if grad is None else _weighted(grad, w), grads)
-        if total_grads is None:
-            total_grads = grads
-        else:
-            total_grads = tree.map(lambda total, grad: None if grad is None else total + grad, total_grads, grads)
-
-    divisor = torch.where(total_weight == 0, 1.0, total_weight)
-    grads = tree.map(lambda total: None if total is None else total / divisor.to(total.dtype), total_grads)
-    return LossOutput(total_loss / divisor.to(total_loss.dtype), buffers, _stack(auxes)), grads
-
-
-def _weighted(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    value = value.to(full_precision(value.dtype))
-    return torch.where(weight == 0, 0.0, value * weight.to(value.dtype))
-
-
-def _checked_weight(weight: Any) -> torch.Tensor:
-    if not isinstance(weight, torch.Tensor) or weight.ndim:
-        raise TypeError(f"microbatch_weight must return a scalar tensor, got {tree.describe(weight)}")
-    return weight.to(full_precision(weight.dtype))
-
-
-def _split(batch: Tree, count: int) -> list[Tree]:
-    leaves, spec = tree.flatten(batch)
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
-    if len(sizes) != 1 or next(iter(sizes)) % count or 0 in sizes:
-        raise ValueError(
-            f"accumulate={count} splits dimension 0 of the batch into equal parts, but the batch is "
-            f"{tree.describe(batch)}"
-        )
-    columns = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.ndim else [leaf] * count for leaf in leaves]
-    return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
-
-
-def _stack(auxes: list[Tree]) -> Tree:
-    return tree.map(lambda *leaves: torch.stack(leaves) if isinstance(leaves[-1], torch.Tensor) else leaves[-1], *auxes)
 
 
 def _with_dtypes_of(old: Tree, new: Tree) -> Tree:

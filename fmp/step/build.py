@@ -1,19 +1,102 @@
-"""`fmp.train_step`: reads what the user asks for, and says what does not fit together."""
+"""`fmp.train_step`: a configured, pure train step."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fmp.loss import Loss, LossFn
+from fmp import _compat, tree
 from fmp.optim import GradientTransformation
 from fmp.policy import Policy
 from fmp.scaling import LossScale, NoOpLossScale, loss_scale as parse_loss_scale
-from fmp.step import ONLY, TrainStep, advance
+from fmp.step import initial
+from fmp.step.advance import advance
+from fmp.step.config import ONLY, StepConfig
+from fmp.step.donation import check_owned, give_away
+from fmp.step.loss import Loss, LossFn
+from fmp.step.state import Metrics, TrainState
 
 Tree = Any
 ScaleSpec = str | float | LossScale | None
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A train step; `fmp.train_step` makes it and describes what it does.
+
+    Attributes:
+        config: Its parts.
+        donate: Whether a call takes the state away from the caller.
+        advance: The algorithm, `fmp.step.advance.advance` or a compiled form of it.
+    """
+
+    config: StepConfig
+    donate: bool
+    advance: Callable[[StepConfig, TrainState, Tree, Tree], tuple[TrainState, Metrics]]
+
+    def __call__(self, state: TrainState, batch: Tree, *, frozen: Tree = None) -> tuple[TrainState, Metrics]:
+        """Makes one step.
+
+        Args:
+            state: The state, from `init` or from the step before.
+            batch: Any tree of tensors; the policy casts its floating-point leaves.
+            frozen: Passed to the loss function if it takes it; cast like the parameters, not differentiated.
+
+        Returns:
+            The next state, and the metrics of this step.
+
+        Raises:
+            DonatedStateError: If the state was given to a donating step before.
+            TypeError: If `state` is not a `TrainState`.
+            ValueError: If `frozen` is given and no loss takes it.
+        """
+        _check_call(self.config, state, frozen)
+        with _unrecorded():
+            if self.donate and not torch.compiler.is_compiling():  # what is compiled as a whole frees by itself
+                return self.advance(self.config, give_away(state), batch, frozen)
+            return self.advance(self.config, state, batch, frozen)
+
+    def init(self, params: Tree, *, buffers: Tree = None, seed: int | torch.Tensor = 0) -> TrainState:
+        """Makes the first state. All of its tensors are copies, and no two share memory.
+
+        Args:
+            params: The parameters, best in float32: masters and moving average start from these values, not from
+                those that the policy rounds them to. With several optimizers, a dictionary with a key for each.
+            buffers: The model's buffers, if the loss takes them.
+            seed: What all randomness of the run derives from: an integer, or i64[].
+
+        Returns:
+            The state, on the device of the parameters.
+
+        Raises:
+            TypeError: If a leaf of `params` or `buffers` is neither a tensor nor None, or the seed is not an integer.
+            KeyError: If `params` lacks a key that an optimizer has, or the reverse.
+            ValueError: If the loss takes buffers and there are none, or the reverse.
+        """
+        with _unrecorded():
+            return initial.init(self.config, params, buffers, seed)
+
+    def extend(self, state: TrainState, params: Tree) -> TrainState:
+        """Adds parameters in the middle of training.
+
+        Args:
+            state: The state so far.
+            params: The new parameters: a dictionary, nested like the state's where it adds to an inner one.
+
+        Returns:
+            A state with the old and the new parameters. Every leaf of the old state keeps its value; the new leaves
+            start as `init` starts them.
+
+        Raises:
+            KeyError: If a parameter exists already.
+            TypeError: If the parameters are not dictionaries.
+        """
+        with _unrecorded():
+            return initial.extend(self.config, state, params)
 
 
 def train_step(
@@ -120,7 +203,7 @@ def train_step(
         for name, skip in _by_loss("skip_nonfinite", skip_nonfinite, names)
     }
     aux = {name: _checked_flag("has_aux", flag) for name, flag in _by_loss("has_aux", has_aux, names)}
-    return TrainStep(
+    config = StepConfig(
         losses={name: Loss.of(fn, aux[name]) for name, fn in loss_fns.items()},
         optimizers=optimizers,
         scalers=scalers,
@@ -131,6 +214,9 @@ def train_step(
         microbatch_weight=microbatch_weight,
         clip_norm=None if clip_norm is None else _checked_number("clip_norm", clip_norm, 0.0, math.inf),
         ema=None if ema is None else _checked_number("ema", ema, 0.0, 1.0),
+    )
+    return TrainStep(
+        config,
         donate=_checked_flag("donate", donate),
         advance=torch.compile(advance, fullgraph=True) if _checked_flag("compile", compile) else advance,
     )
@@ -190,3 +276,18 @@ def _checked_number(argument: str, value: Any, low: float, high: float) -> float
 
 def _at(key: str) -> str:
     return f"[{key!r}]" if key else ""
+
+
+def _unrecorded() -> AbstractContextManager[None]:
+    """Keeps autograd from recording a whole step, unless the step itself is being differentiated."""
+    # A compiler tracing through here cannot look at the transforms, and records nothing that needs no gradient anyway.
+    recorded = torch.compiler.is_compiling() or _compat.reverse_mode_active()
+    return contextlib.nullcontext() if recorded else torch.no_grad()
+
+
+def _check_call(config: StepConfig, state: Any, frozen: Tree) -> None:
+    if not isinstance(state, TrainState):
+        check_owned(state)
+        raise TypeError(f"state must be a TrainState, as step.init(params) makes it, got {tree.describe(state)}")
+    if frozen is not None and not any("frozen" in loss.keywords for loss in config.losses.values()):
+        raise ValueError("the step got frozen=..., but no loss_fn takes the keyword argument `frozen`")

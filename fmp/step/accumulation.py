@@ -1,0 +1,96 @@
+"""Gradient accumulation: one gradient from several microbatches, averaged in float32 or wider."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fmp import random, tree
+from fmp.dtypes import full_precision
+from fmp.step.loss import LossOutput
+
+Tree = Any
+
+
+def accumulate(
+    gradient_of: Callable[[Tree, Tree, torch.Tensor], tuple[LossOutput, Tree]],
+    batch: Tree,
+    *,
+    count: int,
+    weight_of: Callable[[Tree], torch.Tensor] | None,
+    buffers: Tree,
+    seed: torch.Tensor,
+) -> tuple[LossOutput, Tree]:
+    """Averages a gradient over microbatches, in float32 or wider.
+
+    A microbatch of weight zero counts for nothing, even if its loss is NaN. Buffers pass from one microbatch to the
+    next; those of a microbatch of weight zero do not.
+
+    Args:
+        gradient_of: `gradient_of(microbatch, buffers, seed)`; its gradients are unscaled.
+        batch: The whole batch; dimension 0 of every tensor with dimensions is split into `count` equal parts.
+        count: The number of microbatches.
+        weight_of: Gives the weight of a microbatch, for example its number of valid tokens; None for equal weights.
+        buffers: The buffers that the first microbatch sees.
+        seed: i64[]; each microbatch gets a seed of its own derived from it.
+
+    Returns:
+        The weighted mean loss with the last buffers and the auxiliary outputs (tensors stacked along a new dimension
+        0, other leaves those of the last microbatch), and the weighted mean of the gradients.
+    """
+    total_loss: Any = None
+    total_grads: Tree = None
+    total_weight: Any = 0.0
+    auxes = []
+    for index, microbatch in enumerate(_split(batch, count)):
+        weight = None if weight_of is None else _checked_weight(weight_of(microbatch))
+        output, grads = gradient_of(microbatch, buffers, random.fold_in(seed, index))
+        buffers = output.buffers if weight is None else tree.select(weight != 0, output.buffers, buffers)
+        auxes.append(output.aux)
+        total_weight = total_weight + (1.0 if weight is None else weight)
+        total_loss = _plus_weighted(total_loss, output.loss, weight)
+        if total_grads is None:
+            total_grads = tree.map(lambda _: None, grads)
+        total_grads = tree.map(lambda total, grad, w=weight: _plus_weighted(total, grad, w), total_grads, grads)
+        del grads, output
+
+    if weight_of is not None:
+        total_weight = torch.where(total_weight == 0, 1.0, total_weight)
+    grads = tree.map(lambda total: None if total is None else _divided(total, total_weight), total_grads)
+    return LossOutput(_divided(total_loss, total_weight), buffers, _stack(auxes)), grads
+
+
+def _plus_weighted(total: torch.Tensor | None, value: Any, weight: torch.Tensor | None) -> Any:
+    """Adds a value to a sum that may not have begun; a weight of zero keeps out even NaN."""
+    if value is None:
+        return total
+    value = value.to(full_precision(value.dtype))
+    if weight is not None:
+        value = torch.where(weight == 0, 0.0, value * weight.to(value.dtype))
+    return value if total is None else total + value
+
+
+def _divided(total: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    return total / (weight.to(total.dtype) if isinstance(weight, torch.Tensor) else weight)
+
+
+def _checked_weight(weight: Any) -> torch.Tensor:
+    if not isinstance(weight, torch.Tensor) or weight.ndim:
+        raise TypeError(f"microbatch_weight must return a scalar tensor, got {tree.describe(weight)}")
+    return weight.to(full_precision(weight.dtype))
+
+
+def _split(batch: Tree, count: int) -> list[Tree]:
+    leaves, spec = tree.flatten(batch)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if len(sizes) != 1 or next(iter(sizes)) % count or 0 in sizes:
+        raise ValueError(
+            f"accumulate={count} splits dimension 0 of the batch into equal parts, but the batch is "
+            f"{tree.describe(batch)}"
+        )
+    columns = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.ndim else [leaf] * count for leaf in leaves]
+    return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
+
+
+def _stack(auxes: list[Tree]) -> Tree:
+    return tree.map(lambda *leaves: torch.stack(leaves) if isinstance(leaves[-1], torch.Tensor) else leaves[-1], *auxes)

@@ -1,0 +1,169 @@
+"""The algorithm of a train step.
+
+policy -> scale -> differentiate -> unscale -> finite? -> clip -> update masters -> cast out -> select -> adjust
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fmp import master, random, tree
+from fmp.dtypes import full_precision
+from fmp.optim import GradientTransformation, apply_updates, clip_to_norm
+from fmp.scaling import LossScale
+from fmp.step.accumulation import accumulate
+from fmp.step.config import ONLY, StepConfig
+from fmp.step.loss import LossOutput, differentiate
+from fmp.step.state import Metrics, TrainState
+
+Tree = Any
+
+
+class _Group(NamedTuple):
+    """The part of the state that one optimizer changes."""
+
+    params: Tree
+    master: Tree
+    opt_state: Tree
+    ema: Tree
+
+
+def advance(config: StepConfig, state: TrainState, batch: Tree, frozen: Tree) -> tuple[TrainState, Metrics]:
+    """Makes one step; all of it can be compiled as one graph."""
+    compute = state.params if config.policy is None else config.policy.cast_to_compute(state.params)
+    scalers = config.by_loss(state.loss_scale)
+
+    buffers: Tree = state.buffers
+    outputs: dict[str, LossOutput] = {}
+    finite: dict[str, torch.Tensor] = {}
+    grads: dict[str, Tree] = {}
+    for index, name in enumerate(config.losses):
+        seed = _seed_of(config, name, index, state)
+        outputs[name], loss_grads = _gradients(config, name, compute, batch, scalers[name], buffers, seed, frozen)
+        finite[name] = tree.all_finite(loss_grads)
+        buffers = _keep(finite[name] if config.skips[name] else None, outputs[name].buffers, buffers)
+        for key, part in config.by_group(loss_grads).items():
+            grads[key] = _add(grads[key], part) if key in grads else part
+        del loss_grads
+    del compute
+
+    # From here on each old leaf is let go as soon as its new one exists: a donated state has no other owner.
+    groups = _groups(config, state)
+    count, seed, skip_counts = state.step, state.seed, config.by_group(state.skip_count)
+    del state
+    norms: dict[str, torch.Tensor] = {}
+    skipped: dict[str, torch.Tensor] = {}
+    for key, optimizer in config.optimizers.items():
+        checks = [finite[name] for name, keys in config.uses.items() if key in keys and config.skips[name]]
+        norms[key] = tree.global_norm(grads[key])
+        if checks:
+            good = torch.stack(checks).all()
+            updated = _update(config, optimizer, grads.pop(key), norms[key], groups[key])
+            groups[key] = tree.select(good, updated, groups[key])
+            skipped[key] = ~good
+        else:
+            groups[key] = _update(config, optimizer, grads.pop(key), norms[key], groups.pop(key))
+            skipped[key] = torch.zeros_like(count, dtype=torch.bool)
+
+    all_skipped = torch.stack(list(skipped.values())).all()
+    next_state = TrainState(
+        step=count + ~all_skipped,
+        params=config.from_groups({key: groups[key].params for key in config.optimizers}),
+        master=config.from_groups({key: groups[key].master for key in config.optimizers}),
+        opt_state=config.from_groups({key: groups[key].opt_state for key in config.optimizers}),
+        loss_scale=config.from_losses({name: scaler.adjust(finite[name]) for name, scaler in scalers.items()}),
+        buffers=buffers,
+        ema=None if config.ema is None else config.from_groups({key: groups[key].ema for key in config.optimizers}),
+        seed=seed,
+        skip_count=config.from_groups({key: skip_counts[key] + skipped[key] for key in config.optimizers}),
+    )
+    metrics = Metrics(
+        loss=config.from_losses({name: output.loss for name, output in outputs.items()}),
+        aux=config.from_losses({name: output.aux for name, output in outputs.items()}),
+        grads_finite=config.from_losses(finite),
+        skipped=config.from_groups(skipped),
+        loss_scale=config.from_losses({name: _scale_of(scaler, seed.device) for name, scaler in scalers.items()}),
+        grad_norm=config.from_groups(norms),
+    )
+    return next_state, metrics
+
+
+def _gradients(
+    config: StepConfig,
+    name: str,
+    compute: Tree,
+    batch: Tree,
+    scaler: LossScale,
+    buffers: Tree,
+    seed: torch.Tensor,
+    frozen: Tree,
+) -> tuple[LossOutput, Tree]:
+    """Differentiates one loss, over all microbatches, with respect to the groups that it uses."""
+
+    def gradient_of(microbatch: Tree, buffers: Tree, seed: torch.Tensor) -> tuple[LossOutput, Tree]:
+        return differentiate(
+            config.losses[name],
+            compute,
+            microbatch,
+            policy=config.policy,
+            scaler=scaler,
+            buffers=buffers,
+            seed=seed,
+            frozen=frozen,
+            wrt=None if ONLY in config.optimizers else config.uses[name],
+        )
+
+    weight = config.microbatch_weight
+    if config.accumulate == 1 and weight is None:
+        return gradient_of(batch, buffers, seed)
+    return accumulate(gradient_of, batch, count=config.accumulate, weight_of=weight, buffers=buffers, seed=seed)
+
+
+def _update(
+    config: StepConfig, optimizer: GradientTransformation, grads: Tree, norm: torch.Tensor, group: _Group
+) -> _Group:
+    """Clips, updates the masters, and casts them out."""
+    params, masters, opt_state, ema = group
+    del group
+    if config.clip_norm is not None:
+        grads = clip_to_norm(grads, norm, config.clip_norm)
+    full = master.merge(params, masters)
+    updates, opt_state = optimizer.update(grads, opt_state, full)
+    del grads
+    full = apply_updates(full, updates)
+    del updates
+    params, masters = master.split(full, params, masters)
+    ema = ema if config.ema is None else _averaged(ema, full, config.ema)
+    return _Group(params, masters, opt_state, ema)
+
+
+def _averaged(average: Tree, values: Tree, decay: float) -> Tree:
+    return tree.map(lambda a, v: None if a is None else a.lerp(v.to(a.dtype), 1.0 - decay), average, values)
+
+
+def _keep(good: torch.Tensor | None, new: Tree, old: Tree) -> Tree:
+    return new if good is None else tree.select(good, new, old)
+
+
+def _add(left: Tree, right: Tree) -> Tree:
+    def add(a: Any, b: Any) -> Any:
+        return b if a is None else a if b is None else a.to(full_precision(a.dtype)) + b.to(full_precision(b.dtype))
+
+    return tree.map(add, left, right)
+
+
+def _groups(config: StepConfig, state: TrainState) -> dict[str, _Group]:
+    params, masters, opt_states = (config.by_group(part) for part in (state.params, state.master, state.opt_state))
+    averages = {} if config.ema is None else config.by_group(state.ema)
+    return {key: _Group(params[key], masters[key], opt_states[key], averages.get(key)) for key in config.optimizers}
+
+
+def _seed_of(config: StepConfig, name: str, index: int, state: TrainState) -> torch.Tensor:
+    """Derives the seed of one loss in one step; a loss that takes no seed is spared the arithmetic."""
+    if "seed" not in config.losses[name].keywords:
+        return state.seed
+    return random.fold_in(random.fold_in(state.seed, state.step), index)
+
+
+def _scale_of(scaler: LossScale, device: torch.device) -> torch.Tensor:
+    return scaler.scale(torch.ones((), device=device))

@@ -1,0 +1,100 @@
+"""The first state of a run, and a state with more parameters than before."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fmp import master, tree
+from fmp.dtypes import full_precision, is_castable
+from fmp.step.config import ONLY, StepConfig
+from fmp.step.state import TrainState
+
+Tree = Any
+
+
+def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tensor) -> TrainState:
+    """Makes the first state, of copies; see `TrainStep.init`."""
+    _check_trees(config, params, buffers)
+    _check_seed(seed)
+    device = next((leaf.device for leaf in tree.leaves(params) if leaf is not None), torch.device("cpu"))
+    params = tree.map(_copy, params)
+    buffers = tree.map(_copy, buffers)
+    stored, masters = params, tree.map(lambda leaf: None, params)
+    if config.policy is not None:
+        stored = config.policy.cast_to_param(params)
+        buffers = config.policy.cast_to_param(buffers)
+        if config.policy.master_weights:
+            masters = master.init(stored, params)
+    full = master.merge(stored, masters)
+    groups = config.by_group(full)
+
+    def count() -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int32, device=device)
+
+    return TrainState(
+        step=count(),
+        params=stored,
+        master=masters,
+        opt_state=config.from_groups({key: tx.init(groups[key]) for key, tx in config.optimizers.items()}),
+        loss_scale=config.from_losses(tree.map(lambda leaf: _copy(leaf, device), dict(config.scalers))),
+        buffers=buffers,
+        ema=None if config.ema is None else tree.map(_full_precision_copy, params, full),
+        seed=torch.as_tensor(seed, dtype=torch.int64).to(device, copy=True),
+        skip_count=config.from_groups({key: count() for key in config.optimizers}),
+    )
+
+
+def extend(config: StepConfig, state: TrainState, params: Tree) -> TrainState:
+    """Adds parameters to a state; see `TrainStep.extend`."""
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params must be a dictionary of new parameters, got a {type(params).__name__}")
+    full = _merged(master.merge(state.params, state.master), params, path="params")
+    fresh = init(config, full, state.buffers, state.seed)
+    old = dict(tree.items(state))
+    return tree.map_with_path(lambda path, leaf: leaf if old.get(path) is None else old[path].clone(), fresh)
+
+
+def _copy(leaf: Any, device: torch.device | None = None) -> Any:
+    return None if leaf is None else leaf.to(device, copy=True)
+
+
+def _full_precision_copy(leaf: Any, like: Any) -> Any:
+    return leaf.to(full_precision(like.dtype), copy=True) if is_castable(leaf) else None
+
+
+def _merged(old: Tree, new: Tree, *, path: str) -> Tree:
+    if not isinstance(new, Mapping):
+        raise KeyError(f"{path} exists already")
+    if not isinstance(old, Mapping):
+        raise TypeError(f"{path}: parameters can only be added to a dictionary, found {type(old).__name__}")
+    added = {key: _merged(old[key], value, path=f"{path}/{key}") if key in old else value for key, value in new.items()}
+    return {**old, **added}
+
+
+def _check_seed(seed: Any) -> None:
+    if isinstance(seed, torch.Tensor):
+        integer = not (seed.dtype.is_floating_point or seed.dtype.is_complex or seed.dtype == torch.bool)
+        valid = integer and seed.ndim == 0
+    else:
+        valid = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63
+    if not valid:
+        raise TypeError(f"seed must be an integer of 64 bits or a scalar tensor of one, got {tree.describe(seed)}")
+
+
+def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
+    for argument, value in (("params", params), ("buffers", buffers)):
+        for path, leaf in tree.items(value):
+            if leaf is not None and not isinstance(leaf, torch.Tensor):
+                raise TypeError(
+                    f"{argument}: leaf {path!r} is {leaf!r}; a state holds tensors only, "
+                    "so close over constants in the loss function"
+                )
+    if ONLY not in config.optimizers and (not isinstance(params, Mapping) or params.keys() != config.optimizers.keys()):
+        found = sorted(params) if isinstance(params, Mapping) else f"a {type(params).__name__}"
+        raise KeyError(f"params must have the keys of the optimizers, {sorted(config.optimizers)}; found {found}")
+    takes_buffers = any("buffers" in loss.keywords for loss in config.losses.values())
+    if takes_buffers and buffers is None:
+        raise ValueError("loss_fn takes buffers: pass init(params, buffers=...)")
+    if buffers is not None and not takes_buffers:
+        raise ValueError("init got buffers, but loss_fn does not take the keyword argument `buffers`")

@@ -36,20 +36,20 @@ class Block(nn.Module):
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, future: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         scores = query @ key.transpose(-1, -2) * (width // self.heads) ** -0.5
-        weights = scores.float().masked_fill(future, float("-inf")).softmax(-1).to(value.dtype)
+        weights = (scores.float() + mask).softmax(-1).to(value.dtype)
         x = x + self.projection((weights @ value).transpose(1, 2).reshape(batch, length, width))
-        return x + self.contract(F.gelu(self.expand(self.norm_mlp(x)), approximate="tanh"))
+        return x + self.contract(F.gelu(self.expand(self.norm_mlp(x))))
 
 
 class GPT(nn.Module):
     """A decoder-only transformer over bytes."""
 
-    future: Tensor
+    mask: Tensor
 
     def __init__(self, context: int, width: int, heads: int, layers: int):
         super().__init__()
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
-        self.register_buffer("future", torch.ones(context, context, dtype=torch.bool).triu(1))
+        self.register_buffer("mask", torch.full((context, context), float("-inf")).triu(1))
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("projection.weight", "contract.weight"))
@@ -68,7 +68,7 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         x = self.token(tokens) + self.position.weight[:length]
         for block in self.blocks:
-            x = block(x, self.future[:length, :length])
+            x = block(x, self.mask[:length, :length])
         return self.head(self.norm(x))
 
 

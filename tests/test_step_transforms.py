@@ -97,7 +97,9 @@ def test_a_float16_loss_under_vmap():
     state = step.init({"w": torch.ones(1, dtype=torch.float16)})
     for exponents in ([10.0, 15.0, 16.0, 24.0], [24.0, 24.0, 24.0, 24.0]):
         scales = 2.0 ** torch.tensor(exponents)
-        scaled = dataclasses.replace(step, config=dataclasses.replace(step.config, scalers={"": fmp.DynamicLossScale()}))
+        scaled = dataclasses.replace(
+            step, config=dataclasses.replace(step.config, scalers={"": fmp.DynamicLossScale()})
+        )
         states = tree.map(lambda leaf: None if leaf is None else leaf.expand(4, *leaf.shape), scaled.init(state.params))
         states = tree.replace(states, loss_scale=tree.replace(states.loss_scale, loss_scale=scales))
         after, metrics = torch.func.vmap(scaled, in_dims=(0, None))(states, torch.tensor([0.5], dtype=torch.float16))

@@ -19,8 +19,8 @@ import torch
 from tqdm import tqdm
 
 import fmp
-from tests.bench.gradient_memory import peaks
 from tests.bench.harness import Contender, race
+from tests.bench.memory_peaks import gradient_peaks, step_peak
 
 RESULTS = Path(__file__).parent / "results"
 LM, MLP = "tests.bench.lm_step", "tests.bench.mlp_step"
@@ -79,12 +79,14 @@ def mlp_rows(arguments: argparse.Namespace) -> list[Row]:
 
 
 def memory_rows(arguments: argparse.Namespace) -> list[Row]:
-    """The peak memory of a gradient."""
-    found = peaks()
+    """The peak memory of a gradient and of a step."""
+    found = gradient_peaks()
     mine, reference, func = found["fmp.value_and_grad"], found["torch.autograd.grad"], found["torch.func.grad"]
+    donated, kept = step_peak(donate=True), step_peak(donate=False)
     return [
-        Row("gradient, peak memory: fmp / torch.autograd", mine, reference, "MiB", reference / mine, 1 / 1.05),
+        Row("gradient, peak memory: fmp / torch.autograd.grad", mine, reference, "MiB", reference / mine, 1 / 1.05),
         Row("gradient, peak memory: fmp / torch.func.grad", mine, func, "MiB", func / mine, 2.0),
+        Row("O2 bf16 AdamW step, peak memory: donated / not", donated, kept, "B/param", kept / donated, 1.0),
     ]
 
 

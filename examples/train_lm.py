@@ -193,7 +193,7 @@ def main() -> None:
     step = make_step(model, args)
     state = step.init(model.params, buffers=model.buffers, seed=args.seed)
     if args.resume is not None:
-        state = fmp.checkpoint.load(state, args.resume / "state")
+        state = fmp.checkpoint.load(state, args.resume / "state.fmp")
     args.out.mkdir(parents=True, exist_ok=True)
 
     print(f"policy      {step.config.policy}")
@@ -209,7 +209,7 @@ def main() -> None:
         history["skipped"].append(bool(metrics.skipped))
         progress.set_postfix(loss=f"{history['loss'][-1]:.3f}", scale=f"{history['loss_scale'][-1]:g}", refresh=False)
         if (index + 1) % args.save_every == 0 or index + 1 == args.steps:
-            fmp.checkpoint.save(state, args.out / "state")
+            fmp.checkpoint.save(state, args.out / "state.fmp")
     seconds = time.perf_counter() - start
 
     print(f"trained     {args.steps - first} steps in {seconds:.0f} s, {int(state.skip_count)} skipped")

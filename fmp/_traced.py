@@ -20,7 +20,8 @@ class Spec:
 
     Args:
         node_type: The class of the node; None for a leaf.
-        metadata: What the node's class needs to rebuild it; for a dict its keys in their own order.
+        metadata: What the node's class needs to rebuild it; for a dict its default factory and its keys in their own
+            order.
         entries: One key, index or field name a child.
         children: The structures of the children.
         rebuild: Makes a node of the metadata and the children.
@@ -45,7 +46,9 @@ class Spec:
         """Compares everything but the order of keys in a dict."""
         if not isinstance(other, Spec) or self.node_type is not other.node_type or self.entries != other.entries:
             return False
-        return (self.node_type is dict or self.metadata == other.metadata) and self.children == other.children
+        if self.node_type in (dict, defaultdict):
+            return self.metadata[0] == other.metadata[0] and self.children == other.children
+        return self.metadata == other.metadata and self.children == other.children
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # metadata may be a list
 
@@ -80,9 +83,11 @@ class Spec:
         for child in self.children:
             nodes.append(child._fill(leaves[start : start + child.num_leaves]))
             start += child.num_leaves
-        if self.node_type is dict:
+        if self.node_type in (dict, defaultdict):
+            factory, order = self.metadata
             filled = dict(zip(self.entries, nodes, strict=True))
-            return {key: filled[key] for key in self.metadata}
+            ordered = {key: filled[key] for key in order}
+            return ordered if self.node_type is dict else defaultdict(factory, ordered)
         assert self.rebuild is not None
         return self.rebuild(self.metadata, nodes)
 
@@ -119,7 +124,8 @@ def _flatten(node: Any, leaves: list[Any]) -> Spec:
 
 
 def _one_level(node: Any) -> tuple[Any, Any, Any, Any]:
-    if type(node) is dict:
+    if type(node) in (dict, defaultdict):
         keys = optree.utils.total_order_sorted(node)
-        return [node[key] for key in keys], tuple(node), keys, None
+        factory = node.default_factory if type(node) is defaultdict else None
+        return [node[key] for key in keys], (factory, tuple(node)), keys, None
     return optree.tree_flatten_one_level(node, none_is_leaf=True)

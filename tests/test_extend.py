@@ -47,6 +47,17 @@ def test_old_leaves_keep_every_bit_and_new_ones_are_fresh():
     assert (extended.step, extended.opt_state.count, extended.seed) == (3, 3, 9)
 
 
+def test_a_new_parameter_moves_as_in_a_run_of_its_own():
+    step = step_with()
+    extended, alone = step.extend(trained(step, OLD), NEW), step.init(NEW)
+    for _ in range(4):
+        extended, _ = step(extended, torch.tensor(0.5))
+        alone, _ = step(alone, torch.tensor(0.5))
+    assert same_bits(extended.master["body"]["v"], alone.master["body"]["v"])
+    assert same_bits(extended.params["head"], alone.params["head"])
+    assert (extended.opt_state.ages["body"]["v"], extended.opt_state.ages["body"]["w"]) == (4, 7)
+
+
 def test_an_extended_state_shares_no_memory():
     step = step_with()
     state = trained(step, OLD)

@@ -142,7 +142,7 @@ def group_paths(*keys):
         "head": {
             "params/head",
             "ema/head",
-            *(f"opt_state/head/{name}" for name in ("count", "first_moment", "second_moment")),
+            *(f"opt_state/head/{name}" for name in ("count", "ages", "first_moment", "second_moment")),
         },
         "probe": {"params/probe", "opt_state/probe/count", "opt_state/probe/momentum", "ema/probe"},
     }

@@ -204,7 +204,7 @@ def test_zero_gradients_change_nothing_but_the_counts():
     for _ in range(3):
         state, metrics = step(state, {"w": torch.zeros(5)})
         assert not metrics.skipped
-    assert differing(first, state) == {"step", "opt_state/count", "loss_scale/growth_count"}
+    assert differing(first, state) == {"step", "opt_state/count", "opt_state/ages/w", "loss_scale/growth_count"}
 
 
 # What a step skips, against a model of the semantics in plain Python

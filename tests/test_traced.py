@@ -157,7 +157,12 @@ def test_trees_made_while_tracing(make):
 
 
 def test_tree_functions_on_inputs_of_a_compiled_function():
-    tree = {"b": [torch.ones(2), None], "a": {"n": None, "e": {}}, "c": Cell(torch.zeros(1), {"k": 3})}
+    tree = {
+        "b": [torch.ones(2), None],
+        "a": {"n": None, "e": {}},
+        "c": Cell(torch.zeros(1), {"k": 3}),
+        "d": defaultdict(list, {"z": None, "y": 2, "x": None}),
+    }
 
     def work(tree):
         named = fmp.tree.map_with_path(lambda path, leaf: path, tree)

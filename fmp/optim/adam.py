@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmp import tree
+from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks
 from fmp.optim.base import (
     GradientTransformation,
@@ -14,7 +15,6 @@ from fmp.optim.base import (
     bias_correction,
     in_dtype,
     is_off,
-    per_dtype,
     reusable,
     scheduled,
     update_leaves,
@@ -31,12 +31,15 @@ class AdamState:
     """The state of `adam` and `adamw`.
 
     Attributes:
-        count: i32[], the number of updates made.
+        count: i32[], the number of updates made; what a schedule is asked at.
+        ages: i32[] a parameter, the number of updates that it has had; fewer for one that came later, or that had no
+            gradient for a while. Bias correction goes by these.
         first_moment: The running mean of each parameter's gradient, in float32 or wider.
         second_moment: The running mean of its square.
     """
 
     count: torch.Tensor
+    ages: Tree
     first_moment: Tree
     second_moment: Tree
 
@@ -118,7 +121,7 @@ def adamw(
 
 
 class _Coefficients(NamedTuple):
-    """What the update of every leaf of one dtype needs: numbers, or 0-dim tensors of that dtype."""
+    """What the update of a leaf needs: numbers, or 0-dim tensors of the moments' dtype."""
 
     first_weight: Scalar
     second_weight: Scalar
@@ -148,17 +151,25 @@ def _adam(
 
     def init(params: Tree) -> AdamState:
         select(params)
-        return AdamState(count=zero_count(params), first_moment=zeros(params), second_moment=zeros(params))
+        moments = zeros(params)
+        ages = tree.map(lambda moment: None if moment is None else zero_count(moment), moments)
+        return AdamState(count=zero_count(params), ages=ages, first_moment=moments, second_moment=zeros(params))
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         rate = scheduled(learning_rate, state.count)
-        count = state.count + 1
-        coefficients = per_dtype(lambda dtype: coefficients_for(dtype, rate, count), params)
+        coefficients = _coefficients_of(
+            tree.leaves(params), tree.leaves(state.ages), rate, b1, b2, eps, decoupled_decay
+        )
 
         def update_leaf(
-            grad: torch.Tensor, param: torch.Tensor, first: torch.Tensor, second: torch.Tensor, decays: bool
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            use = coefficients[grad.dtype]
+            grad: torch.Tensor,
+            param: torch.Tensor,
+            age: torch.Tensor,
+            first: torch.Tensor,
+            second: torch.Tensor,
+            use: _Coefficients,
+            decays: bool,
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             if not is_off(coupled_decay):
                 grad = add_scaled(grad, coupled_decay, param)
             square = grad * grad
@@ -172,25 +183,45 @@ def _adam(
             step = torch.mul(step, use.step_size, out=out)
             if decays and not is_off(use.shrink):
                 step = add_scaled(step, use.shrink, param, out=out)
-            return step, first, second
+            return step, age + 1, first, second
 
-        updates, first_moment, second_moment = update_leaves(
-            update_leaf, grads, params, state.first_moment, state.second_moment, given=(select(params),)
+        updates, ages, first_moment, second_moment = update_leaves(
+            update_leaf,
+            grads,
+            params,
+            state.ages,
+            state.first_moment,
+            state.second_moment,
+            given=(coefficients, select(params)),
         )
-        return updates, AdamState(count=count, first_moment=first_moment, second_moment=second_moment)
-
-    def coefficients_for(dtype: torch.dtype, rate: Scalar, count: torch.Tensor) -> _Coefficients:
-        rate = in_dtype(rate, dtype)
-        first_correction = bias_correction(b1, count.to(dtype))
-        # The correction of the second moment moves out of the square root, from every entry into two scalars:
-        # m / (sqrt(v / c) + eps) = sqrt(c) * m / (sqrt(v) + sqrt(c) * eps).
-        root_correction = bias_correction(b2, count.to(dtype)).sqrt()
-        return _Coefficients(
-            first_weight=1.0 - in_dtype(b1, dtype),
-            second_weight=1.0 - in_dtype(b2, dtype),
-            step_size=root_correction / first_correction * -rate,
-            eps=root_correction * in_dtype(eps, dtype),
-            shrink=-rate * in_dtype(decoupled_decay, dtype),
-        )
+        return updates, AdamState(state.count + 1, ages, first_moment, second_moment)
 
     return GradientTransformation(init, update)
+
+
+def _coefficients_of(
+    leaves: list[Any], ages: list[Any], rate: Scalar, b1: Scalar, b2: Scalar, eps: Scalar, decay: Scalar
+) -> list[_Coefficients | None]:
+    """Computes the coefficients of every leaf, as one vector a dtype: few operations, however many leaves."""
+    found: list[_Coefficients | None] = [None] * len(leaves)
+    groups: dict[torch.dtype, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if is_castable(leaf):
+            groups.setdefault(full_precision(leaf.dtype), []).append(index)
+    for dtype, indices in groups.items():
+        typed_rate = in_dtype(rate, dtype)
+        count = torch.stack([ages[index] for index in indices]).to(dtype) + 1
+        # The correction of the second moment moves out of the square root, from every entry into two scalars:
+        # m / (sqrt(v / c) + eps) = sqrt(c) * m / (sqrt(v) + sqrt(c) * eps).
+        root_correction = bias_correction(b2, count).sqrt()
+        step_sizes = (root_correction / bias_correction(b1, count) * -typed_rate).unbind()
+        added = (root_correction * in_dtype(eps, dtype)).unbind()
+        for index, step_size, eps_of_leaf in zip(indices, step_sizes, added, strict=True):
+            found[index] = _Coefficients(
+                first_weight=1.0 - in_dtype(b1, dtype),
+                second_weight=1.0 - in_dtype(b2, dtype),
+                step_size=step_size,
+                eps=eps_of_leaf,
+                shrink=-typed_rate * in_dtype(decay, dtype),
+            )
+    return found

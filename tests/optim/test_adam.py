@@ -119,3 +119,22 @@ def test_other_types_are_refused(value):
 def test_bad_masks_are_refused(mask, error, message):
     with pytest.raises(error, match=message):
         optim.adamw(0.1, mask=mask).init({"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize("ours", [optim.adam, optim.adamw])
+def test_a_parameter_without_gradient_does_not_age(ours):
+    values = {"a": torch.ones(2, dtype=torch.float64), "b": torch.ones(2, dtype=torch.float64)}
+    theirs = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+    reference = {optim.adam: torch.optim.Adam, optim.adamw: torch.optim.AdamW}[ours](theirs.values(), lr=0.1)
+    tx = ours(0.1)
+    state = tx.init(values)
+    for index in range(6):
+        grads = {"a": torch.tensor([0.1, -2.0], dtype=torch.float64) + index, "b": None if index % 2 else values["b"]}
+        updates, state = tx.update(grads, state, values)
+        for name, grad in grads.items():
+            theirs[name].grad = grad
+        reference.step()
+        values = optim.apply_updates(values, updates)
+    for name, value in values.items():
+        torch.testing.assert_close(value, theirs[name].detach(), rtol=1e-10, atol=0)
+    assert [age.item() for age in state.ages.values()] == [6, 3]

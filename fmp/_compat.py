@@ -68,6 +68,18 @@ def register_pytree(
     )
 
 
+def check_inference_mode() -> None:
+    """Refuses to differentiate in inference mode where torch would return zeros.
+
+    Raises:
+        RuntimeError: In inference mode, with a torch older than 2.13.
+    """
+    if torch.is_inference_mode_enabled() and torch.__version__ < (2, 13):
+        raise RuntimeError(
+            f"torch {torch.__version__} gives zero gradients in inference mode; use torch.no_grad(), or torch 2.13 or newer"
+        )
+
+
 def transform_active() -> bool:
     """Says whether a torch.func transform, or forward-mode differentiation, is in progress around the caller."""
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

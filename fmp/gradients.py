@@ -124,7 +124,10 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool
 
 
 def _needs_vjp(leaves: list[torch.Tensor]) -> bool:
-    if torch.compiler.is_compiling() or _compat.transform_active():
+    if torch.compiler.is_compiling():
+        return True
+    _compat.check_inference_mode()
+    if _compat.transform_active():
         return True
     # autograd records nothing in inference mode, and refuses what was made there; functorch's wrappers do neither.
     return torch.is_inference_mode_enabled() or any(leaf.is_inference() for leaf in leaves)

@@ -350,6 +350,7 @@ def _extremes(leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns the smallest and largest entry: they carry inf and NaN alike, in one pass, without a mask."""
     if leaf.numel() == 0:
         return ()
+    leaf = leaf.detach()
     if leaf.dtype.is_complex:
         leaf = torch.view_as_real(leaf.resolve_conj())
     return torch.aminmax(leaf.float() if leaf.dtype.itemsize == 1 else leaf)

@@ -70,13 +70,13 @@ class Loss:
                 f"loss_fn must return ({', '.join(names)}) as it {'takes' if takes_buffers else 'does not take'} "
                 f"buffers and has_aux={self.has_aux}; it returned {len(parts)} value(s)"
             )
-        loss, *rest = parts
+        loss = parts[0]
         if not is_castable(loss):
             raise TypeError(
                 f"loss_fn must return the loss as a floating-point scalar tensor, got {tree.describe(loss)}"
             )
-        buffers = rest.pop(0) if takes_buffers else available["buffers"]
-        return LossOutput(loss, buffers, rest[0] if self.has_aux else None)
+        buffers = parts[1] if takes_buffers else available["buffers"]
+        return LossOutput(loss, buffers, parts[-1] if self.has_aux else None)
 
 
 def differentiate(

@@ -69,7 +69,7 @@ def test_loss_scale_forms(value, stored):
         ({"keep_full": ["a", ""]}, ValueError, "keep_full: pattern ''"),
         ({"keep_full": [" a"]}, ValueError, "keep_full: pattern ' a'"),
         ({"keep_full": ["[z-a]"]}, ValueError, r"keep_full: pattern '\[z-a\]' has an empty or reversed range"),
-        ({"keep_full": ["a[]"]}, ValueError, r"keep_full: pattern 'a\[\]' has an empty or reversed range"),
+        ({"keep_full": ["a[z-b]"]}, ValueError, r"keep_full: pattern 'a\[z-b\]' has an empty or reversed range"),
         ({"keep_full": ["a", 3]}, TypeError, "keep_full must be a sequence of name patterns"),
         ({"keep_full": {"a": 1}}, TypeError, "keep_full must be a sequence of name patterns"),
         ({"keep_full": nn.Linear(1, 1)}, TypeError, "keep_full must be a sequence of name patterns"),

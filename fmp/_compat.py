@@ -76,7 +76,7 @@ def check_inference_mode() -> None:
     """
     if torch.is_inference_mode_enabled() and torch.__version__ < (2, 13):
         raise RuntimeError(
-            f"torch {torch.__version__} gives zero gradients in inference mode; use torch.no_grad(), or torch 2.13 or newer"
+            f"torch {torch.__version__} gives zero gradients in inference mode; use torch.no_grad() or torch 2.13"
         )
 
 

@@ -37,7 +37,8 @@ def test_docstring_examples(name):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_documentation_block(block):
+def test_documentation_block(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write a file
     exec(compile(block, "<documentation>", "exec"), {"__name__": "__main__"})
 
 

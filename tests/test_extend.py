@@ -165,3 +165,18 @@ def test_nothing_can_be_added_to_a_list():
     step = step_with()
     with pytest.raises(TypeError, match="params: parameters can only be added to a dictionary, found list"):
         step.extend(step.init([torch.ones(2)]), {"w": torch.ones(2)})
+
+
+def test_leaves_keep_apart_whose_paths_read_alike():
+    step = fmp.train_step(lambda params, batch: params["a"]["b"].sum(), fmp.optim.sgd(0.1))
+    state = step.init({"a": {"b": torch.zeros(1)}, "a/b": torch.full((1,), 7.0), 0: torch.ones(1)})
+    extended = step.extend(state, {"0": torch.full((1,), 5.0), "a/c": torch.full((1,), 3.0)})
+    assert (extended.params["a"]["b"], extended.params["a/b"], extended.params[0], extended.params["0"]) == (0, 7, 1, 5)
+
+
+def test_the_scaler_of_the_state_stays_with_its_static_fields():
+    step = step_with(loss_scale="dynamic")
+    scaler = fmp.DynamicLossScale(8.0, growth_interval=5)
+    state = tree.replace(trained(step, OLD), loss_scale=scaler)
+    assert same_bits(step.extend(state, NEW).loss_scale, scaler)
+    assert step.extend(state, NEW).loss_scale.growth_interval == 5

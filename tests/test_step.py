@@ -968,3 +968,12 @@ def test_frozen_that_no_loss_takes_is_refused():
     state = step.init({"w": torch.ones(2)})
     with pytest.raises(ValueError, match="no loss_fn takes the keyword argument `frozen`"):
         step(state, torch.ones(2), frozen={"teacher": torch.ones(1)})
+
+
+@pytest.mark.parametrize("keep", [["inv_freqs"], fmp.functionalize(torch.nn.LayerNorm(2))])
+def test_names_to_keep_that_no_leaf_has_are_refused(keep):
+    step = fmp.train_step(given_gradient, fmp.optim.sgd(0.1), policy=fmp.opt_level("O2", keep_full=keep))
+    with pytest.raises(ValueError, match=r"keep_full names .*, but no leaf matches; the paths are 'net/w'"):
+        step.init({"net": {"w": torch.ones(2)}})
+    fine = fmp.train_step(given_gradient, fmp.optim.sgd(0.1), policy=fmp.opt_level("O2", keep_full="*w"))
+    assert fine.init({"net": {"w": torch.ones(2)}}).params["net"]["w"].dtype == torch.float32

@@ -7,6 +7,8 @@ import torch
 
 from fmp import master, tree
 from fmp.dtypes import full_precision, is_castable
+from fmp.patterns import matches
+from fmp.policy import NORM_PATTERNS
 from fmp.step.config import ONLY, StepConfig
 from fmp.step.state import TrainState
 
@@ -51,8 +53,14 @@ def extend(config: StepConfig, state: TrainState, params: Tree) -> TrainState:
         raise TypeError(f"params must be a dictionary of new parameters, got a {type(params).__name__}")
     full = _merged(master.merge(state.params, state.master), params, path="params")
     fresh = init(config, full, state.buffers, state.seed)
-    old = dict(tree.items(state))
-    return tree.map_with_path(lambda path, leaf: leaf if old.get(path) is None else old[path].clone(), fresh)
+    old_leaves, old_spec = tree.flatten(state)
+    old = dict(zip(old_spec.paths(), old_leaves, strict=True))
+    leaves, spec = tree.flatten(fresh)
+    known = [old.get(path) for path in spec.paths()]
+    extended = tree.unflatten(
+        spec, [_copy(leaf if kept is None else kept) for leaf, kept in zip(leaves, known, strict=True)]
+    )
+    return tree.replace(extended, loss_scale=tree.map(_copy, state.loss_scale))
 
 
 def _copy(leaf: Any, device: torch.device | None = None) -> Any:
@@ -93,8 +101,18 @@ def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
     if ONLY not in config.optimizers and (not isinstance(params, Mapping) or params.keys() != config.optimizers.keys()):
         found = sorted(params) if isinstance(params, Mapping) else f"a {type(params).__name__}"
         raise KeyError(f"params must have the keys of the optimizers, {sorted(config.optimizers)}; found {found}")
+    _check_patterns(config, params, buffers)
     takes_buffers = any("buffers" in loss.keywords for loss in config.losses.values())
     if takes_buffers and buffers is None:
         raise ValueError("loss_fn takes buffers: pass init(params, buffers=...)")
     if buffers is not None and not takes_buffers:
         raise ValueError("init got buffers, but loss_fn does not take the keyword argument `buffers`")
+
+
+def _check_patterns(config: StepConfig, params: Tree, buffers: Tree) -> None:
+    """Refuses names to keep in float32 of which no leaf has one; those that an opt level guesses may match nothing."""
+    given = [] if config.policy is None else [name for name in config.policy.keep_full if name not in NORM_PATTERNS]
+    paths = [*tree.paths(params), *tree.paths(buffers)]
+    if given and tree.leaves(params) and not any(matches(path, given) for path in paths):
+        shown = ", ".join(repr(path) for path in paths[:5])
+        raise ValueError(f"the policy's keep_full names {given[:5]}, but no leaf matches; the paths are {shown}, ...")

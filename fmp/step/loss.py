@@ -63,7 +63,7 @@ class Loss:
         output = self.fn(params, batch, **{name: available[name] for name in sorted(self.keywords)})
         takes_buffers = "buffers" in self.keywords
         expected = 1 + takes_buffers + self.has_aux
-        parts = output if isinstance(output, tuple) else (output,)
+        parts: tuple[Any, ...] = output if isinstance(output, tuple) else (output,)
         if len(parts) != expected:
             names = ["loss", *["buffers"] * takes_buffers, *["aux"] * self.has_aux]
             raise TypeError(

@@ -250,6 +250,10 @@ def loss_scale(value: "str | float | LossScale | None") -> LossScale:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return StaticLossScale(value)
     if isinstance(value, LossScale) and not isinstance(value, type):
+        if any(leaf is value for leaf in tree.leaves(value)):
+            raise TypeError(
+                f"{type(value).__name__} is no pytree, so its state would be lost; decorate it with fmp.tree.dataclass"
+            )
         return value
     raise TypeError(f"loss scale must be 'dynamic', a number, None or a scaler, got {value!r}")
 

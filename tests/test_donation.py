@@ -113,3 +113,12 @@ def test_states_are_frozen_before_and_after():
     state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
     with pytest.raises(AttributeError):
         state.__setattr__("step", torch.tensor(3))
+
+
+def test_an_error_in_the_loss_leaves_a_donated_state_with_its_owner():
+    step = fmp.train_step(lambda w, b: (w @ b).sum(), fmp.optim.sgd(0.1), donate=True)
+    state = step.init(torch.ones(2))
+    with pytest.raises(RuntimeError):
+        step(state, torch.ones(3))
+    state, _ = step(state, torch.ones(2))
+    assert state.step == 1

@@ -396,3 +396,19 @@ def test_parse_refuses_other_types(value):
         scaling.loss_scale(value)
     with pytest.raises(ValueError, match="value must be positive"):
         scaling.loss_scale(-1.0)
+
+
+def test_a_scaler_that_is_no_tree_is_refused():
+    class Custom:
+        def scale(self, loss):
+            return loss
+
+        def unscale(self, grads):
+            return grads
+
+        def adjust(self, grads_finite):
+            return self
+
+    with pytest.raises(TypeError, match=r"Custom is no pytree.*fmp\.tree\.dataclass"):
+        scaling.loss_scale(Custom())
+    assert isinstance(scaling.loss_scale(fmp.tree.dataclass(Custom)()), Custom)

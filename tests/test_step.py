@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import math
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -836,7 +837,6 @@ class Layer:
         Pair(torch.ones(1), [None, torch.ones(2)]),
         Layer(torch.ones(2)),
         {"w": torch.ones(2), "ids": torch.arange(3), "flag": torch.tensor(True), "hole": None},
-        {"w": torch.ones(2, dtype=torch.complex64)},
         {1: torch.ones(1), 2: torch.ones(2)},
     ],
     ids=tree.describe,
@@ -846,8 +846,8 @@ def test_parameters_of_every_structure(params, policy):
     def loss_fn(params, batch):
         total = torch.zeros(())
         for leaf in tree.leaves(params):
-            if leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-                total = total + (torch.view_as_real(leaf) if leaf.dtype.is_complex else leaf).float().sum()
+            if leaf is not None and leaf.dtype.is_floating_point:
+                total = total + leaf.float().sum()
         return total
 
     step = fmp.train_step(loss_fn, fmp.optim.adamw(0.1), policy=policy, ema=0.5, clip_norm=100.0)
@@ -977,3 +977,132 @@ def test_names_to_keep_that_no_leaf_has_are_refused(keep):
         step.init({"net": {"w": torch.ones(2)}})
     fine = fmp.train_step(given_gradient, fmp.optim.sgd(0.1), policy=fmp.opt_level("O2", keep_full="*w"))
     assert fine.init({"net": {"w": torch.ones(2)}}).params["net"]["w"].dtype == torch.float32
+
+
+def test_a_complex_parameter_is_refused_unless_it_is_frozen():
+    params = {"c": torch.ones(2, dtype=torch.complex64), "w": torch.ones(2)}
+    loss_fn = lambda params, batch: params["c"].abs().sum() + params["w"].sum()
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(0.1))
+    state = step.init(params)
+    with pytest.raises(TypeError, match=r"c: .*c64\[2\].*freeze it"):
+        step(state, None)
+    step = fmp.train_step(loss_fn, fmp.optim.chain(fmp.optim.freeze(["c"]), fmp.optim.sgd(0.1)))
+    state, _ = step(step.init(params), None)
+    assert same_bits(state.params["c"], params["c"])
+    assert state.params["w"][0] < 1
+
+
+# What a loss function does to what it is given
+
+
+@pytest.mark.parametrize("policy", [None, fmp.opt_level("O0"), fmp.opt_level("O2", keep_full="*")], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_buffers_written_in_place_are_copies_and_roll_back(policy, accumulate):
+    layer = torch.nn.BatchNorm1d(3)
+
+    def loss_fn(params, batch, *, buffers):
+        out = torch.func.functional_call(layer, {**params, **buffers}, (batch,))
+        buffers["extra"] += 1
+        return (out.float() ** 2 * params["weight"]).mean(), buffers
+
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(0.1), policy=policy, loss_scale=8.0, accumulate=accumulate)
+    buffers = {**dict(layer.named_buffers()), "extra": torch.tensor(0)}
+    state = step.init(dict(layer.named_parameters()), buffers=buffers)
+    before = snapshot(state)
+    batch = torch.randn(8, 3)
+    batch[0, 0] = float("inf")
+    skipped, metrics = step(state, batch)
+    assert metrics.skipped
+    assert same_bits(state, before)
+    assert same_bits(skipped.buffers, before.buffers)
+    done, metrics = step(state, torch.randn(8, 3))
+    assert not metrics.skipped
+    assert done.buffers["extra"] == done.buffers["num_batches_tracked"] == accumulate
+    assert same_bits(state, before)
+
+
+def test_a_loss_may_take_its_batch_apart():
+    batch = {"x": torch.ones(2), "y": torch.ones(2)}
+    loss_fn = lambda w, batch: (w * batch.pop("x") - batch.pop("y")).sum()
+    step = fmp.train_step({"a": loss_fn, "b": loss_fn}, fmp.optim.sgd(0.1))
+    step(step.init(torch.ones(2)), batch)
+    assert batch.keys() == {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("n", 3.0, r"buffer 'n' as f32\[\], it returned 3.0"),
+        ("m", torch.zeros(5), r"buffer 'm' as f32\[2\], it returned f32\[5\]"),
+        ("c", torch.tensor(0.5), r"buffer 'c' as i64\[\], it returned f32\[\]"),
+        ("c", None, r"buffer 'c' as i64\[\], it returned None"),
+    ],
+)
+def test_new_buffers_must_be_like_the_old_ones(name, value, message):
+    step = fmp.train_step(lambda w, b, *, buffers: (w.sum(), {**buffers, name: value}), fmp.optim.sgd(0.1))
+    state = step.init(torch.ones(2), buffers={"n": torch.zeros(()), "m": torch.zeros(2), "c": torch.tensor(0)})
+    with pytest.raises(ValueError, match=message):
+        step(state, None)
+
+
+def test_the_first_two_parameters_of_a_loss_may_have_any_name():
+    step = fmp.train_step(lambda buffers, seed, *, frozen: (buffers * seed * frozen).sum(), fmp.optim.sgd(0.1))
+    _, metrics = step(step.init(torch.ones(2)), torch.tensor(2.0), frozen=torch.tensor(3.0))
+    assert metrics.loss == 12
+
+
+@dataclasses.dataclass
+class Unregistered:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("make", [Unregistered, lambda x: UserDict(x=x)])
+def test_a_batch_that_is_no_tree_is_refused(make):
+    step = fmp.train_step(lambda w, b: w.sum(), fmp.optim.sgd(0.1), accumulate=2)
+    with pytest.raises(TypeError, match=r"batch: 0 is a .*, which is no pytree"):
+        step(step.init(torch.ones(2)), (make(torch.ones(4, 3)), torch.ones(4)))
+
+
+def test_a_gradient_that_overflows_where_it_is_narrowed_is_not_finite():
+    policy = fmp.Policy("f32", "f64", "f32")
+    step = fmp.train_step(lambda w, b: (w * 1e200).sum(), fmp.optim.sgd(0.1), policy=policy, loss_scale=2.0)
+    state, metrics = step(step.init(torch.ones(2)), None)
+    assert metrics.skipped
+    assert same_bits(state.params, torch.ones(2))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_the_reported_scale_does_not_follow_the_default_dtype(default, scale):
+    step = fmp.train_step(lambda w, b: w.sum(), fmp.optim.sgd(0.1), loss_scale=scale)
+    state = step.init(torch.ones(2))
+    torch.set_default_dtype(default)
+    try:
+        _, metrics = step(state, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert metrics.loss_scale.dtype == torch.float32
+
+
+def test_a_seed_may_come_from_numpy_and_a_state_does_not_follow_the_default_device():
+    int_like: Any = np.int64(3)
+    step = fmp.train_step(lambda w, b: w.sum(), fmp.optim.sgd(0.1))
+    assert same_bits(step.init(torch.ones(2), seed=int_like), step.init(torch.ones(2), seed=3))
+    params = torch.ones(2)
+    with torch.device("meta"):
+        assert step.init(params).seed.device == params.device
+
+
+def test_several_optimizers_keep_the_structure_of_the_state():
+    losses = lambda params, batch: params["a"].sum() + params["b"].sum()
+    step = fmp.train_step(losses, {"b": fmp.optim.sgd(0.1), "a": fmp.optim.sgd(0.2)})
+    state = step.init(OrderedDict(b=torch.ones(1), a=torch.ones(2)))
+    new, _ = step(state, None)
+    assert type(new.params) is type(state.params)
+    assert tree.structure(new) == tree.structure(state)
+
+
+def test_a_sparse_parameter_is_refused():
+    step = fmp.train_step(lambda w, b: w.sum(), fmp.optim.sgd(0.1))
+    with pytest.raises(TypeError, match="leaf 'w' is sparse"):
+        step.init({"w": torch.eye(2).to_sparse()})

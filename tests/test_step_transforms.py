@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fmp
 from fmp import tree
 from fmp.step.advance import advance
+from fmp.step.build import compiled_advance
 from tests.bits import same_bits, snapshot
 
 INF = float("inf")
@@ -375,3 +377,22 @@ def test_compile_true_compiles_with_the_default_backend():
         (state.loss_scale, state.step, state.skip_count), (expected.loss_scale, expected.step, expected.skip_count)
     )
     assert (state.step, state.skip_count) == (3, 2)
+
+
+def test_compiled_steps_do_not_share_the_limit_of_recompilations():
+    params, batch = torch.ones(3), torch.randn(4, 3)
+    for power in range(1, torch._dynamo.config.recompile_limit + 3):
+        step = fmp.train_step(lambda w, b, p=power: ((b @ w) ** p).mean(), fmp.optim.sgd(0.1))
+        step = dataclasses.replace(step, advance=compiled_advance(backend="eager"))
+        _, metrics = step(step.init(params), batch)
+        torch.testing.assert_close(metrics.loss, ((batch @ params) ** power).mean())
+
+
+def test_accumulation_compiles_twice_for_all_sizes_of_batch():
+    counter = CompileCounterWithBackend("eager")
+    step = fmp.train_step(lambda w, b: ((b @ w) ** 2).mean(), fmp.optim.sgd(0.1), accumulate=2)
+    step = dataclasses.replace(step, advance=torch.compile(advance, backend=counter, fullgraph=True))
+    state = step.init(torch.ones(3))
+    for size in range(2, 26, 2):
+        state, _ = step(state, torch.randn(size, 3))
+    assert counter.frame_count <= 2

@@ -82,8 +82,9 @@ def _checked_weight(weight: Any) -> torch.Tensor:
 
 def _split(batch: Tree, count: int) -> list[Tree]:
     leaves, spec = tree.flatten(batch)
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
-    if len(sizes) != 1 or next(iter(sizes)) % count or 0 in sizes:
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    # No set: hashing a size makes the compiler take it for a constant.
+    if not sizes or any(size != sizes[0] for size in sizes) or sizes[0] == 0 or sizes[0] % count:
         raise ValueError(
             f"accumulate={count} splits dimension 0 of the batch into equal parts, but the batch is "
             f"{tree.describe(batch)}"

@@ -3,6 +3,7 @@
 policy -> scale -> differentiate -> unscale -> finite? -> clip -> update masters -> cast out -> select -> adjust
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,23 @@ class _Group(NamedTuple):
     ema: Tree
 
 
-def advance(config: StepConfig, state: TrainState, batch: Tree, frozen: Tree) -> tuple[TrainState, Metrics]:
-    """Makes one step; all of it can be compiled as one graph."""
+def advance(
+    config: StepConfig,
+    state: TrainState,
+    batch: Tree,
+    frozen: Tree,
+    take: Callable[[TrainState], TrainState] | None = None,
+) -> tuple[TrainState, Metrics]:
+    """Makes one step; all of it can be compiled as one graph.
+
+    Args:
+        config: The parts of the step.
+        state: The state before.
+        batch: The batch.
+        frozen: What the loss takes besides.
+        take: Takes the state away from the caller once the gradients are there, so that an error in the loss, the
+            likely one, leaves it with its owner.
+    """
     compute = state.params if config.policy is None else config.policy.cast_to_compute(state.params)
     scalers = config.by_loss(state.loss_scale)
 
@@ -40,6 +56,8 @@ def advance(config: StepConfig, state: TrainState, batch: Tree, frozen: Tree) ->
     for index, name in enumerate(config.losses):
         seed = _seed_of(config, name, index, state)
         outputs[name], loss_grads = _gradients(config, name, compute, batch, scalers[name], buffers, seed, frozen)
+        if config.policy is not None and config.policy.compute_dtype == torch.float64:
+            loss_grads = _narrowed(loss_grads, state.params)
         finite[name] = tree.all_finite(loss_grads)
         buffers = _keep(finite[name] if config.skips[name] else None, outputs[name].buffers, buffers)
         for key, part in config.by_group(loss_grads).items():
@@ -47,7 +65,8 @@ def advance(config: StepConfig, state: TrainState, batch: Tree, frozen: Tree) ->
         del loss_grads
     del compute
 
-    # From here on each old leaf is let go as soon as its new one exists: a donated state has no other owner.
+    # From here on each old leaf is let go as soon as its new one exists: a state that was taken has no other owner.
+    state = state if take is None else take(state)
     groups = _groups(config, state)
     count, seed, skip_counts = state.step, state.seed, config.by_group(state.skip_count)
     del state
@@ -137,6 +156,12 @@ def _update(
     return _Group(params, masters, opt_state, ema)
 
 
+def _narrowed(grads: Tree, params: Tree) -> Tree:
+    """Casts gradients as the optimizer will, so that what overflows then is seen now."""
+    dtypes = {path: leaf.dtype for path, leaf in tree.items(params) if leaf is not None}
+    return tree.map_with_path(lambda path, g: None if g is None else g.to(full_precision(dtypes[path])), grads)
+
+
 def _averaged(average: Tree, values: Tree, decay: float) -> Tree:
     return tree.map(lambda a, v: None if a is None else a.lerp(v.to(a.dtype), 1.0 - decay), average, values)
 
@@ -166,4 +191,4 @@ def _seed_of(config: StepConfig, name: str, index: int, state: TrainState) -> to
 
 
 def _scale_of(scaler: LossScale, device: torch.device) -> torch.Tensor:
-    return scaler.scale(torch.ones((), device=device))
+    return scaler.scale(torch.ones((), dtype=torch.float32, device=device))

@@ -2,9 +2,10 @@
 
 import contextlib
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -54,11 +55,13 @@ class TrainStep:
             TypeError: If `state` is not a `TrainState`.
             ValueError: If `frozen` is given and no loss takes it.
         """
-        _check_call(self.config, state, frozen)
+        _check_call(self.config, state, batch, frozen)
         with _unrecorded():
-            if self.donate and not torch.compiler.is_compiling():  # what is compiled as a whole frees by itself
-                return self.advance(self.config, give_away(state), batch, frozen)
-            return self.advance(self.config, state, batch, frozen)
+            if not self.donate or torch.compiler.is_compiling():  # what is compiled as a whole frees by itself
+                return self.advance(self.config, state, batch, frozen)
+            if self.advance is advance:
+                return advance(self.config, state, batch, frozen, take=give_away)
+            return self.advance(self.config, give_away(state), batch, frozen)
 
     def init(self, params: Tree, *, buffers: Tree = None, seed: int | torch.Tensor = 0) -> TrainState:
         """Makes the first state. All of its tensors are copies, and no two share memory.
@@ -133,7 +136,11 @@ def train_step(
 
     A skipped step leaves every leaf bit-identical, step count, schedule and buffers included; only the loss scale, its
     count and `skip_count` move. The step makes no host sync, works under `torch.func.vmap` (one state a member, each
-    with its own loss scale), and never changes its inputs.
+    with its own loss scale), and never changes its inputs; a loss function must not write into them either, except into
+    its buffers, which are copies. `torch.func` can differentiate a step, `.backward()` cannot.
+
+    Buffers are cast like parameters. What a model accumulates in them, such as BatchNorm statistics, stalls in 16 bits:
+    name these buffers in the policy's `keep_full`, as `fmp.opt_level("O2", keep_full=module)` does.
 
     Several losses or optimizers: pass dictionaries. `optimizer={key: tx}` has a key for each top-level entry of
     `params`; `loss_fn={name: fn}` a name for each loss; `uses={name: [keys]}` says which parameters a loss changes
@@ -158,7 +165,8 @@ def train_step(
         skip_nonfinite: Whether to skip a step with non-finite gradients. By default a static or dynamic loss scale
             skips, no loss scale does not.
         uses: Which groups of parameters each loss changes.
-        donate: Free the old state during the step. It cannot be used afterwards; trying raises `DonatedStateError`.
+        donate: Free the old state during the step. It cannot be used afterwards; trying raises `DonatedStateError`. An
+            error in the loss function leaves it usable, unless the step is compiled.
         compile: Compile the whole step with `torch.compile(fullgraph=True)`.
 
     Returns:
@@ -218,7 +226,7 @@ def train_step(
     return TrainStep(
         config,
         donate=_checked_flag("donate", donate),
-        advance=torch.compile(advance, fullgraph=True) if _checked_flag("compile", compile) else advance,
+        advance=compiled_advance() if _checked_flag("compile", compile) else advance,
     )
 
 
@@ -285,9 +293,27 @@ def _unrecorded() -> AbstractContextManager[None]:
     return contextlib.nullcontext() if recorded else torch.no_grad()
 
 
-def _check_call(config: StepConfig, state: Any, frozen: Tree) -> None:
+def _check_call(config: StepConfig, state: Any, batch: Tree, frozen: Tree) -> None:
     if not isinstance(state, TrainState):
         check_owned(state)
         raise TypeError(f"state must be a TrainState, as step.init(params) makes it, got {tree.describe(state)}")
     if frozen is not None and not any("frozen" in loss.keywords for loss in config.losses.values()):
         raise ValueError("the step got frozen=..., but no loss_fn takes the keyword argument `frozen`")
+    for path, leaf in tree.items(batch):
+        fields = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if is_dataclass(leaf) else ()
+        if any(isinstance(field, torch.Tensor) for field in fields):
+            raise TypeError(
+                f"batch: {path or 'it'} is a {type(leaf).__name__}, which is no pytree, so its tensors would not be "
+                "cast or split; pass a dictionary, or make its class a fmp.tree.dataclass"
+            )
+
+
+def compiled_advance(**options: Any) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Compiles the algorithm of a step as one graph.
+
+    Args:
+        **options: Passed to `torch.compile`.
+    """
+    # torch.compile limits the compilations of one code object; with a copy for each step, steps do not share the limit.
+    own = types.FunctionType(advance.__code__.replace(), advance.__globals__, advance.__name__, advance.__defaults__)
+    return torch.compile(own, fullgraph=True, **options)

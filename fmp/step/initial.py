@@ -1,5 +1,6 @@
 """The first state of a run, and a state with more parameters than before."""
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,8 @@ Tree = Any
 def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tensor) -> TrainState:
     """Makes the first state, of copies; see `TrainStep.init`."""
     _check_trees(config, params, buffers)
-    _check_seed(seed)
+    seed = _checked_seed(seed)
+    params = params if ONLY in config.optimizers else dict(params)
     device = next((leaf.device for leaf in tree.leaves(params) if leaf is not None), torch.device("cpu"))
     params = tree.map(_copy, params)
     buffers = tree.map(_copy, buffers)
@@ -42,7 +44,7 @@ def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tens
         loss_scale=config.from_losses(tree.map(lambda leaf: _copy(leaf, device), dict(config.scalers))),
         buffers=buffers,
         ema=None if config.ema is None else tree.map(_full_precision_copy, params, full),
-        seed=torch.as_tensor(seed, dtype=torch.int64).to(device, copy=True),
+        seed=torch.as_tensor(seed, dtype=torch.int64, device=device).clone(),
         skip_count=config.from_groups({key: count() for key in config.optimizers}),
     )
 
@@ -80,14 +82,14 @@ def _merged(old: Tree, new: Tree, *, path: str) -> Tree:
     return {**old, **added}
 
 
-def _check_seed(seed: Any) -> None:
+def _checked_seed(seed: Any) -> int | torch.Tensor:
     if isinstance(seed, torch.Tensor):
         integer = not (seed.dtype.is_floating_point or seed.dtype.is_complex or seed.dtype == torch.bool)
-        valid = integer and seed.ndim == 0
-    else:
-        valid = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63
-    if not valid:
-        raise TypeError(f"seed must be an integer of 64 bits or a scalar tensor of one, got {tree.describe(seed)}")
+        if integer and seed.ndim == 0:
+            return seed
+    elif hasattr(seed, "__index__") and not isinstance(seed, bool) and -(2**63) <= operator.index(seed) < 2**63:
+        return operator.index(seed)
+    raise TypeError(f"seed must be an integer of 64 bits or a scalar tensor of one, got {tree.describe(seed)}")
 
 
 def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
@@ -98,6 +100,8 @@ def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
                     f"{argument}: leaf {path!r} is {leaf!r}; a state holds tensors only, "
                     "so close over constants in the loss function"
                 )
+            if leaf is not None and leaf.layout != torch.strided:
+                raise TypeError(f"{argument}: leaf {path!r} is sparse ({leaf.layout}); make it dense")
     if ONLY not in config.optimizers and (not isinstance(params, Mapping) or params.keys() != config.optimizers.keys()):
         found = sorted(params) if isinstance(params, Mapping) else f"a {type(params).__name__}"
         raise KeyError(f"params must have the keys of the optimizers, {sorted(config.optimizers)}; found {found}")

@@ -51,7 +51,7 @@ class Loss:
         if not callable(fn):
             raise TypeError(f"loss_fn must be a function (params, batch) -> loss, got {fn!r}")
         try:
-            names = set(inspect.signature(fn).parameters)
+            names = set(list(inspect.signature(fn).parameters)[2:])  # the first two are params and batch, by any name
         except ValueError:  # some functions written in C
             names = set()
         # What a partial has filled in already is the caller's choice, not ours.
@@ -112,17 +112,19 @@ def differentiate(
 
     def scaled(variables: Tree, batch: Tree, buffers_in: Tree, frozen: Tree) -> tuple[torch.Tensor, Any]:
         full = variables if wrt is None else {**params, **variables}
-        value, new_buffers, aux = loss(full, batch, buffers=buffers_in, seed=seed, frozen=frozen)
+        # A module may write into its buffers, as BatchNorm does; these are copies.
+        own_buffers = tree.map(_clone, buffers_in) if "buffers" in loss.keywords else buffers_in
+        value, new_buffers, aux = loss(full, batch, buffers=own_buffers, seed=seed, frozen=frozen)
         new_buffers = _with_dtypes_of(buffers, new_buffers) if "buffers" in loss.keywords else buffers
         aux = aux if policy is None else policy.cast_to_output(aux)
         excess = _excess_of(scaler, value)
         scaled_value = scaler.scale(value) if excess is None else scaler.scale(value) / excess
         return scaled_value, (LossOutput(value, new_buffers, aux), excess)
 
-    if policy is not None:
-        # `keep_full` names parameters and buffers; a batch that has one of these names by chance is still cast.
-        batch = batch if policy.compute_dtype is None else tree.cast(batch, policy.compute_dtype)
-        frozen = policy.cast_to_compute(frozen)
+    # `keep_full` names parameters and buffers; a batch that has one of these names by chance is still cast.
+    dtype = None if policy is None else policy.compute_dtype
+    batch = tree.map(lambda leaf: leaf, batch) if dtype is None else tree.cast(batch, dtype)
+    frozen = frozen if policy is None else policy.cast_to_compute(frozen)
     buffers_in = buffers if policy is None else policy.cast_to_compute(buffers)
     variables = params if wrt is None else {key: params[key] for key in wrt}
     (_, (output, excess)), grads = value_and_grad(scaled, has_aux=True)(variables, batch, buffers_in, frozen)
@@ -140,7 +142,7 @@ def _excess_of(scaler: LossScale, value: torch.Tensor) -> torch.Tensor | None:
     """
     if value.dtype != torch.float16 or isinstance(scaler, NoOpLossScale):
         return None
-    return (scaler.scale(torch.ones((), device=value.device)) / 2.0**15).clamp(min=1.0)
+    return (scaler.scale(torch.ones((), dtype=torch.float32, device=value.device)) / 2.0**15).clamp(min=1.0)
 
 
 def _with_dtypes_of(old: Tree, new: Tree) -> Tree:
@@ -149,4 +151,17 @@ def _with_dtypes_of(old: Tree, new: Tree) -> Tree:
             f"loss_fn must return buffers of the structure it was given: {tree.describe(old)}; "
             f"it returned {tree.describe(new)}"
         )
-    return tree.map(lambda a, b: b.to(a.dtype) if is_castable(a) and is_castable(b) else b, old, new)
+    return tree.map_with_path(_with_dtype_of, old, new)
+
+
+def _with_dtype_of(path: str, old: Any, new: Any) -> Any:
+    alike = isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and new.shape == old.shape
+    if alike and is_castable(old) and is_castable(new):
+        return new.to(old.dtype)
+    if (alike and new.dtype == old.dtype) or (new is None and old is None):
+        return new
+    raise ValueError(f"loss_fn must return buffer {path!r} as {tree.describe(old)}, it returned {tree.describe(new)}")
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -143,7 +143,8 @@ def draw(history: dict[str, list[float]], title: str, path: Path) -> None:
     """Saves a picture of the loss, and of the loss scale with the skipped steps marked."""
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     top.plot(history["step"], history["loss"], linewidth=0.8)
-    top.set(ylabel="training loss (nats per byte)", title=title)
+    top.set(ylabel="training loss (nats per byte)")
+    top.set_title(title, fontsize=8)
     bottom.step(history["step"], history["loss_scale"], where="post")
     skipped = [step for step, skip in zip(history["step"], history["skipped"], strict=True) if skip]
     bottom.vlines(skipped, 0.5, max(history["loss_scale"]), colors="red", label=f"{len(skipped)} skipped steps")
@@ -160,10 +161,15 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line; the precision flags are those of Apex's ImageNet script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O2", help="O0, O2 or O3")
-    parser.add_argument("--half", default="bf16", help="the 16-bit format of O2 and O3: bf16 or fp16")
+    parser.add_argument(
+        "--half",
+        default="bf16",
+        help="the 16-bit format of O2 and O3: bf16 or fp16; most CPUs are slow in fp16, so take a tiny model there, "
+        "--width 64 --heads 4 --layers 2 --context 64",
+    )
     parser.add_argument("--loss-scale", help="dynamic, none or a number; the level's default otherwise")
     parser.add_argument("--keep-norm-fp32", help="True or False; the level's default otherwise")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=600, help="of the whole run; the schedule depends on it")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -173,13 +179,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--text", type=Path, help="a text file to train on")
-    parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="folder for checkpoint and picture")
+    parser.add_argument("--out", type=Path, help="folder for checkpoint and picture: out/train_lm, or that of --resume")
     parser.add_argument("--save-every", type=int, default=200)
-    parser.add_argument("--resume", type=Path, help="folder of a run to go on with")
+    parser.add_argument("--resume", type=Path, help="folder of a run to go on with, by the same flags")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--donate", action="store_true", help="free the old state during each step")
-    parser.add_argument("--compile", action="store_true", help="compile the whole step; needs a C++ compiler")
-    return parser.parse_args()
+    parser.add_argument("--compile", action="store_true", help="compile the whole step, once, in about a minute")
+    args = parser.parse_args()
+    for name in ("steps", "batch", "accumulate", "warm_up", "context", "width", "heads", "layers", "save_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    if args.learning_rate <= 0:
+        parser.error("--learning-rate must be above 0")
+    args.out = args.out or args.resume or Path("out/train_lm")
+    return args
 
 
 def main() -> None:
@@ -188,6 +203,10 @@ def main() -> None:
     text = read_text(args.text)
     held_out = text[-len(text) // 20 :]
     text = text[: -len(held_out)]
+    if len(held_out) <= args.context:
+        raise SystemExit(
+            f"the text has {len(text) + len(held_out)} bytes; a context of {args.context} needs twenty times that"
+        )
 
     model = fmp.functionalize(GPT(args.context, args.width, args.heads, args.layers))
     step = make_step(model, args)
@@ -212,10 +231,12 @@ def main() -> None:
             fmp.checkpoint.save(state, args.out / "state.fmp")
     seconds = time.perf_counter() - start
 
-    print(f"trained     {args.steps - first} steps in {seconds:.0f} s, {int(state.skip_count)} skipped")
+    skipped = int(state.skip_count)
+    hint = "; the loss scale is far too high" if skipped > 0.5 * args.steps else ""
+    print(f"trained     {args.steps - first} steps in {seconds:.0f} s, {skipped} skipped{hint}")
     print(f"validation  {validation_loss(model, state, held_out, args):.4f} nats per byte")
     if history["step"]:
-        draw(history, f"{args.opt_level}: {step.config.policy}", args.out / "training.png")
+        draw(history, str(step.config.policy), args.out / "training.png")
         print(f"picture     {args.out / 'training.png'}")
     print(f"sample      {generate(model, state, 'The ', 300, args)!r}")
 

@@ -1,7 +1,7 @@
 """Every private torch or optree name that fmp needs, in one place; tests/test_compat.py notices when one changes."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import optree.registry
@@ -9,6 +9,9 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad
 
+T = TypeVar("T")
+
+_VERSION: Any = torch.__version__
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
 
 # `register_pytree_node(..., namespace="")` is refused, yet only nodes of the global registry are seen by every
@@ -68,13 +71,22 @@ def register_pytree(
     )
 
 
+def constant_while_tracing(fn: T) -> T:
+    """Marks a function whose result torch.compile may take for a constant.
+
+    `torch.compiler.assume_constant_result` does the same, but loads the whole compiler to do it.
+    """
+    fn._dynamo_marked_constant = True  # pyright: ignore[reportAttributeAccessIssue]
+    return fn
+
+
 def check_inference_mode() -> None:
     """Refuses to differentiate in inference mode where torch would return zeros.
 
     Raises:
         RuntimeError: In inference mode, with a torch older than 2.13.
     """
-    if torch.is_inference_mode_enabled() and torch.__version__ < (2, 13):
+    if torch.is_inference_mode_enabled() and _VERSION < (2, 13):
         raise RuntimeError(
             f"torch {torch.__version__} gives zero gradients in inference mode; use torch.no_grad() or torch 2.13"
         )

@@ -8,9 +8,8 @@ Nothing in it is ever unpickled or executed.
 
 import dataclasses
 import json
-import math
 import os
-import re
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,15 +18,15 @@ import safetensors
 import safetensors.torch
 import torch
 
-from fmp import files, tree
+from fmp import _compat, files, tree
 from fmp.dtypes import parse_dtype, short_name
+from fmp.encoding import decode, encode, fits, is_opaque
 from fmp.errors import CheckpointError
 
 Tree = Any
 
 _FORMAT = 1
 _MANIFEST = "fmp_checkpoint"
-_DIGEST = "fmp_checkpoint_sha256"
 _SHOWN = 10
 
 # The others (complex, wide unsigned, rarer 8-bit floats) are stored as their bytes: older releases lack them.
@@ -42,19 +41,21 @@ _STORED_AS_THEY_ARE = frozenset(
 def save(state: Tree, path: str | os.PathLike[str]) -> None:
     """Writes a state tree to a file, atomically.
 
-    Whatever happens, `path` afterwards holds either what it held before or the whole new state, synced to disk.
+    Whatever happens, `path` afterwards holds either what it held before or the whole new state, synced to disk. A
+    process that is killed may leave a part of the new one in the same folder, in a file `.fmp-*.tmp` or `.tmp*`.
 
     Args:
         state: Any tree of tensors, None, and Python bools, ints, floats and strings; for example a `TrainState`.
             Tensors that share memory are written separately. Those on another device are first copied to the host, all
             of them. Static fields of `fmp.tree.dataclass` nodes are written too; those that JSON cannot hold, such as
             functions, as their repr.
-        path: The file to create or replace. Its folder must exist.
+        path: The file to create or replace, which then keeps its permissions. Its folder must exist.
 
     Raises:
         TypeError: If a leaf is of another type, or is a tensor without plain dense memory.
         ValueError: If two leaves have the same path, a path is not valid Unicode, or a tensor is on the meta device.
-        OSError: If the file cannot be written.
+        RuntimeError: Inside `torch.func.vmap`, `grad` or another transform, where tensors may have no memory to read.
+        OSError: If the file cannot be written, or `path` is something else than a file, such as a pipe.
 
     Example:
         >>> import tempfile
@@ -64,6 +65,8 @@ def save(state: Tree, path: str | os.PathLike[str]) -> None:
         ...     load({"w": torch.zeros(2), "master": None, "epoch": 0}, file.name)
         {'w': tensor([1., 2.]), 'master': None, 'epoch': 3}
     """
+    if _compat.transform_active():
+        raise RuntimeError("save cannot run inside vmap, grad or another transform; save what it returns")
     entries = _outline(state)
     tensors: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
@@ -80,7 +83,8 @@ def save(state: Tree, path: str | os.PathLike[str]) -> None:
             tensors[name] = raw.view(leaf.dtype).reshape(leaf.shape) if leaf.dtype in _STORED_AS_THEY_ARE else raw
 
     manifest = json.dumps({"format": _FORMAT, "entries": entries}, allow_nan=False)
-    metadata = {_MANIFEST: manifest, _DIGEST: files.sha256(manifest.encode())}
+    # One entry only: the library writes several in any order, and the same state would give different bytes.
+    metadata = {_MANIFEST: f"{files.sha256(manifest.encode())} {manifest}"}
     with files.atomic_write(path) as temporary:
         try:
             safetensors.torch.save_file(tensors, temporary, metadata)
@@ -179,14 +183,14 @@ def _outline(state: Tree) -> dict[str, dict[str, Any]]:
 def _entry(path: str, value: Any) -> dict[str, Any]:
     if not _is_leaf(value):
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        return {"node": kind, "static": {name: _encode(getattr(value, name)) for name in _static_fields(value)}}
+        return {"node": kind, "static": {name: encode(getattr(value, name)) for name in _static_fields(value)}}
     if isinstance(value, torch.Tensor):
         # A distributed or otherwise wrapped tensor would lose what its class adds.
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
             raise TypeError(f"{_named(path)} is a {type(value).__name__} of layout {value.layout}, not a plain tensor")
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if value is None or type(value) in (bool, int, float, str):
-        return {"value": _encode(value)}
+        return {"value": encode(value)}
     raise TypeError(
         f"{_named(path)} is a {type(value).__name__}; a checkpoint holds tensors, None, bool, int, float and str, "
         "so convert it, for example with torch.as_tensor"
@@ -199,81 +203,54 @@ def _static_fields(node: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(node) if field.metadata.get("static")]
 
 
-def _encode(value: Any) -> Any:
-    """Writes a Python value in JSON: exactly, or where that cannot be done, as its repr without addresses."""
-    try:
-        return _encode_exactly(value)
-    except TypeError:
-        return {"repr": re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))}
-
-
-def _encode_exactly(value: Any) -> Any:
-    # JSON has no infinities and no NaN; it keeps every bit of the other floats.
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return value
-    if type(value) is float:
-        return {"float": repr(value)}
-    if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
-        return {type(value).__name__: [_encode_exactly(part) for part in value]}
-    if type(value) is frozenset:
-        # Sets of strings come in another order in every process.
-        return {"frozenset": sorted((_encode_exactly(part) for part in value), key=json.dumps)}
-    if isinstance(value, torch.dtype | torch.device):
-        return {type(value).__name__: str(value).removeprefix("torch.")}
-    raise TypeError(type(value).__name__)
-
-
-def _decode(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    [(kind, content)] = value.items()
-    match kind:
-        case "float":
-            return float(content)
-        case "tuple":
-            return tuple(_decode(part) for part in content)
-        case "frozenset":
-            return frozenset(_decode(part) for part in content)
-        case "Size":
-            return torch.Size([_decode(part) for part in content])
-        case "dtype":
-            return parse_dtype(content)
-        case "device":
-            return torch.device(content)
-    raise CheckpointError(f"a value of the unknown kind {kind!r}")
-
-
-def _is_opaque(value: Any) -> bool:
-    return isinstance(value, dict) and "repr" in value
-
-
 def _read_manifest(metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-    manifest = metadata.get(_MANIFEST)
-    if manifest is None:
+    if _MANIFEST not in metadata:
         raise CheckpointError("a safetensors file, but not a checkpoint of fmp")
-    if files.sha256(manifest.encode()) != metadata.get(_DIGEST):
+    digest, _, manifest = metadata[_MANIFEST].partition(" ")
+    if files.sha256(manifest.encode()) != digest:
         raise CheckpointError("the manifest is damaged, its checksum does not match")
-    contents = json.loads(manifest)
-    if contents["format"] != _FORMAT:
-        raise CheckpointError(
-            f"it has format {contents['format']}, this fmp reads format {_FORMAT}; use the fmp that wrote it"
-        )
-    return contents["entries"]
+    try:
+        contents = json.loads(manifest)
+        found, entries = contents["format"], contents.get("entries")
+        if found == _FORMAT:
+            for path, entry in entries.items():
+                _check_entry(path, entry)
+    # Whoever can write a file can write a matching checksum into it.
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the manifest is not one that fmp writes: {error}") from error
+    if found != _FORMAT:
+        raise CheckpointError(f"it has format {found}, this fmp reads format {_FORMAT}; use the fmp that wrote it")
+    return entries
+
+
+def _check_entry(path: str, entry: Any) -> None:
+    match entry:
+        case {"node": str(), "static": dict(static), **rest} if not rest:
+            values = [value for value in static.values() if not is_opaque(value)]
+        case {"dtype": str(dtype), "shape": list(shape), "sha256": str(), **rest} if not rest:
+            values = [{"dtype": dtype}, {"Size": shape}]
+        case {"value": value, **rest} if not rest:
+            values = [value]
+        case _:
+            raise ValueError(f"{_named(path)} has the entry {entry!r}")
+    for value in values:
+        decode(value)
 
 
 def _differences(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Names everything that a checkpoint and the tree to restore disagree in, values aside."""
     for path in {**saved, **wanted}:
         ours, theirs = _kind(saved.get(path)), _kind(wanted.get(path))
-        if not _same_kind(ours, theirs):
+        # A node may have a class with the name of a leaf's type.
+        if ("node" in saved.get(path, ())) != ("node" in wanted.get(path, ())) or not _same_kind(ours, theirs):
             yield f"{_named(path)} is {ours} in the file and {theirs} in `like`"
             continue
         absent = {"repr": "absent"}
         old, new = (entries[path].get("static", {}) for entries in (saved, wanted))
         for field in {**old, **new}:
             ours, theirs = old.get(field, absent), new.get(field, absent)
-            if ours != theirs and (_is_opaque(ours) or theirs is absent):
-                shown = [value["repr"] if _is_opaque(value) else repr(_decode(value)) for value in (ours, theirs)]
+            if ours != theirs and (is_opaque(ours) or theirs is absent):
+                shown = [value["repr"] if is_opaque(value) else repr(decode(value)) for value in (ours, theirs)]
                 yield f"{_named(path)}: the static field {field} is {shown[0]} in the file and {shown[1]} in `like`"
 
 
@@ -284,7 +261,7 @@ def _kind(entry: dict[str, Any] | None) -> str:
         return entry["node"]
     if "dtype" in entry:
         return f"{short_name(parse_dtype(entry['dtype']))}[{','.join(str(size) for size in entry['shape'])}]"
-    value = _decode(entry["value"])
+    value = decode(entry["value"])
     return "None" if value is None else type(value).__name__
 
 
@@ -309,9 +286,16 @@ def _listing(problems: list[str]) -> str:
 
 def _read_leaf(file: Any, path: str, entry: dict[str, Any], like: Any) -> Any:
     if not isinstance(like, torch.Tensor):
-        return _decode(entry["value"])
+        return decode(entry["value"])
     # The library's tensor is a view of the mapped file; the copy is checked and then belongs to the caller.
-    raw = files.raw_bytes(file.get_tensor(path).clone())
+    stored = file.get_tensor(path)
+    if like.dtype in _STORED_AS_THEY_ARE:
+        dtype, shape = like.dtype, like.shape
+    else:
+        dtype, shape = torch.uint8, torch.Size([like.numel() * like.dtype.itemsize])
+    if (stored.dtype, stored.shape) != (dtype, shape):
+        raise CheckpointError(f"{_named(path)} is damaged, it is stored as {tree.describe(stored)}")
+    raw = files.raw_bytes(stored.clone())
     if files.sha256(raw) != entry["sha256"]:
         raise CheckpointError(f"{_named(path)} is damaged, its checksum does not match")
     return _placed_like(raw.view(like.dtype).reshape(like.shape), like)
@@ -328,7 +312,20 @@ def _placed_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _with_static_fields(state: Tree, entries: dict[str, dict[str, Any]]) -> Tree:
     """Gives the nodes of a tree, just made and not seen by anyone yet, the static fields of the file."""
     for path, node in _walk(state):
-        for field, value in entries[path].get("static", {}).items():
-            if not _is_opaque(value):
-                object.__setattr__(node, field, _decode(value))
+        for field, encoded in entries[path].get("static", {}).items():
+            if is_opaque(encoded):
+                continue
+            value, hint = decode(encoded), _type_hints(type(node)).get(field)
+            # A class that does not keep to its own hints cannot be held to them.
+            if fits(getattr(node, field), hint) and not fits(value, hint):
+                kind = getattr(hint, "__name__", hint)
+                raise CheckpointError(f"{_named(path)}: the static field {field} is {value!r}, which is no {kind}")
+            object.__setattr__(node, field, value)
     return state
+
+
+def _type_hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except (AttributeError, NameError, SyntaxError, TypeError):  # A hint in quotes need not mean anything here.
+        return {}

@@ -2,8 +2,8 @@
 
 torch's generators are global state, which `torch.compile` and `torch.func.vmap` will not let a function seed. Inside
 `SeededRandomness` each draw takes its numbers from `fmp.random` instead, under a seed of its own: that of the mode
-together with the number of draws made so far. What no mode can reach (the dropout inside `nn.LSTM`) and what has no
-seeded form here raises, so nothing random escapes the seed silently.
+together with the number of draws made so far. What has no seeded form here raises, as does the dropout inside
+`nn.LSTM`. What escapes even that is listed there.
 """
 
 import functools
@@ -14,13 +14,16 @@ from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fmp import random
+from fmp import _compat, random
 from fmp.dtypes import full_precision
 
 # Seeds are derived for this many draws at once: one derivation costs a few dozen tiny operations, whatever its size.
 _BLOCK = 16
+# Keeps the seeds of the draws apart from those that a user folds out of the same seed: digits of pi.
+_DRAWS = 0x082EFA98EC4E6C89
 
 
 class SeededRandomness(TorchFunctionMode):
@@ -28,11 +31,19 @@ class SeededRandomness(TorchFunctionMode):
 
     Covered: the dropout functions of `torch.nn.functional`, in place or not; `multi_head_attention_forward`; the
     dropout of `scaled_dot_product_attention`, for which the attention weights are written out, in float32 or wider;
-    `rrelu`, `gumbel_softmax`, `bernoulli`, `bernoulli_`, `rand` and `randn`. Every other random function raises.
+    `rrelu`, `gumbel_softmax`, `bernoulli`, `bernoulli_`, `rand` and `randn`; the operators of these names in
+    `torch.ops.aten`, so modules of `torch.export` too. Every other random function of torch raises, and so does every
+    operator with the tag `nondeterministic_seeded`.
 
-    A few cannot even be refused in compiled code, because torch.compile hides them from modes: `torch.rand_like`,
-    `randn_like`, `randint_like`, `normal`, and `torch.dropout_` and its kin. They raise when run eagerly. Compiled,
-    they go on drawing from torch's generator.
+    Some code no mode is shown, so it can be neither seeded nor refused. It goes on drawing from torch's generator:
+
+    - Functions and modules of `torch.jit.script`, and custom operators without that tag.
+    - The bodies of `torch.cond`, `map`, `scan`, `while_loop` and other higher-order operators; in compiled code also
+      what `torch.utils.checkpoint` runs. The backward pass of a custom `torch.autograd.Function`.
+    - In compiled code, calls of `torch.rand_like`, `randn_like`, `randint_like`, `normal`, `dropout_` and its kin, and
+      of functions named with an underscore in front or found in `torch._C`, on which the distributions `Gamma`,
+      `Beta` and `Dirichlet` and what is made of them rest. Run eagerly, all these raise.
+    - In code compiled by torch below 2.13, also `torch.rand`, `randn`, `randint` and `randperm`.
 
     Args:
         seed: An integer, or i64[].
@@ -41,7 +52,7 @@ class SeededRandomness(TorchFunctionMode):
 
     Raises:
         TypeError: If `seed` is not an integer or an integer tensor.
-        ValueError: If `seed` has dimensions.
+        ValueError: If `seed` has dimensions or takes more than 64 bits.
 
     Example:
         >>> x = torch.ones(1000)
@@ -57,6 +68,7 @@ class SeededRandomness(TorchFunctionMode):
         super().__init__()
         self.seed = random.as_seed(seed)
         self.calls = calls
+        self._stream = random.fold_in(self.seed, _DRAWS)
         self._block: tuple[int, tuple[torch.Tensor, ...]] = (-1, ())
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -66,6 +78,8 @@ class SeededRandomness(TorchFunctionMode):
             # Inside any mode, torch.compile cannot trace the method. The function is the same.
             return torch.unflatten(*args, **kwargs)
         handler = _HANDLERS.get(func)
+        if handler is None and isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return _operator(func, self, *args, **kwargs)
         return func(*args, **kwargs) if handler is None else handler(self, *args, **kwargs)
 
     def next_seed(self) -> torch.Tensor:
@@ -73,7 +87,7 @@ class SeededRandomness(TorchFunctionMode):
         number, place = divmod(self.calls, _BLOCK)
         if self._block[0] != number:
             calls = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, device=self.seed.device)
-            self._block = (number, random.fold_in(self.seed, calls).unbind(-1))
+            self._block = (number, random.fold_in(self._stream, calls).unbind(-1))
         self.calls += 1
         return self._block[1][place]
 
@@ -148,7 +162,9 @@ def _rrelu(
     lower: float = 1.0 / 8.0,
     upper: float = 1.0 / 3.0,
     training: bool = False,
+    generator: torch.Generator | None = None,
 ) -> torch.Tensor:
+    _refuse_generator("rrelu", generator)
     if not training:
         return torch.rrelu(input, lower, upper, training)
     number = random.uniform(mode.next_seed(), input.shape, dtype=input.dtype, device=input.device)
@@ -177,38 +193,45 @@ def _bernoulli(
     p: float | torch.Tensor | None = None,
     *,
     generator: torch.Generator | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _refuse_generator("bernoulli", generator)
     number = random.uniform(mode.next_seed(), input.shape, device=input.device)
-    return (number < (input if p is None else p)).to(input.dtype)
+    drawn = (number < (input if p is None else p)).to(input.dtype)
+    return drawn if out is None else out.resize_(drawn.shape).copy_(drawn)
 
 
 def _bernoulli_(
-    mode: SeededRandomness,
-    input: torch.Tensor,
-    p: float | torch.Tensor = 0.5,
-    *,
-    generator: torch.Generator | None = None,
+    mode: SeededRandomness, input: torch.Tensor, p: float | torch.Tensor = 0.5, **options: Any
 ) -> torch.Tensor:
-    return input.copy_(_bernoulli(mode, input, p, generator=generator))
+    return input.copy_(_bernoulli(mode, input, p, **options))
 
 
 def _factory(
+    name: str,
     draw: Callable[..., torch.Tensor],
     mode: SeededRandomness,
+    /,
     *args: Any,
     generator: torch.Generator | None = None,
+    out: torch.Tensor | None = None,
+    requires_grad: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    _refuse_generator(draw.__name__, generator)
-    form = torch.empty(*args, **kwargs)
-    return draw(mode.next_seed(), form.shape, dtype=form.dtype, device=form.device)
+    _refuse_generator(name, generator)
+    if kwargs.get("names") or kwargs.get("pin_memory"):
+        raise ValueError(f"{name} with names or pin_memory cannot draw from a seed; set them on the result")
+    form = torch.empty(*args, out=out, **kwargs)
+    if not form.dtype.is_floating_point:
+        raise ValueError(f"{name} draws only floating-point numbers from a seed, got dtype={form.dtype}")
+    drawn = draw(mode.next_seed(), form.shape, dtype=form.dtype, device=form.device)
+    drawn = drawn if out is None else out.copy_(drawn)
+    return drawn.requires_grad_() if requires_grad else drawn
 
 
-def _recurrent(func: Callable[..., Any], mode: SeededRandomness, *args: Any) -> Any:
+def _recurrent(func: Callable[..., Any], mode: SeededRandomness, /, *args: Any) -> Any:
     # Padded input: (input, hx, params, has_biases, ...); packed: (data, batch_sizes, hx, params, has_biases, ...).
-    rest = args[4:] if isinstance(args[3], bool) else args[5:]
-    num_layers, dropout, train = rest[:3]
+    num_layers, dropout, train = (args[4:] if isinstance(args[3], bool) else args[5:])[:3]
     if train and dropout > 0.0 and num_layers > 1:
         raise ValueError(
             f"torch.{func.__name__} draws its mask (dropout={dropout}) where no seed reaches; set dropout=0 and "
@@ -217,7 +240,47 @@ def _recurrent(func: Callable[..., Any], mode: SeededRandomness, *args: Any) -> 
     return func(*args)
 
 
-def _refused(name: str, mode: SeededRandomness, *args: Any, **kwargs: Any) -> Never:
+def _custom_function(mode: SeededRandomness, function: type[torch.autograd.Function], /, *args: Any) -> Any:
+    """Runs a custom function under a transform of torch.func, with the mode turned on inside."""
+    members: dict[str, Any] = {"forward": staticmethod(functools.partial(_inside, function.forward, mode))}
+    if function.vmap is not torch.autograd.Function.vmap:
+        members["vmap"] = staticmethod(functools.partial(_inside, function.vmap, mode))
+    return torch.ops.higher_order.custom_function_call(type(function.__name__, (function,), members), *args)
+
+
+def _operator(func: Any, mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> Any:
+    """Runs an operator that draws nothing, at least with these arguments."""
+    draws, switches = _randomness(func)
+    off = [(args[place] if len(args) > place else kwargs.get(name, default)) == 0 for place, name, default in switches]
+    return _refused(func.__name__, mode) if draws and not any(off) else func(*args, **kwargs)
+
+
+@_compat.constant_while_tracing
+def _randomness(operator: Any) -> tuple[bool, list[tuple[int, str, Any]]]:
+    """Whether an operator may draw, and the place, name and default of each argument that can turn that off."""
+    form, names = _forms(operator)[-1], ("dropout_p", "dropout", "train", "training")
+    if torch.Tag.nondeterministic_seeded not in form.tags:
+        return False, []
+    arguments = enumerate(form._schema.arguments)
+    return True, [(i, item.name, item.default_value) for i, item in arguments if item.name in names]
+
+
+def _forms(operator: Any) -> list[Any]:
+    """An operator and its overloads, of which the first one comes last."""
+    return [operator, *(getattr(operator, name) for name in reversed(getattr(operator, "overloads", list)()))]
+
+
+def _drawing_functions() -> dict[Any, Callable[..., Any]]:
+    """Finds the functions of torch that stand for an operator that may draw."""
+    owners = (torch, torch.Tensor, torch._C._nn)  # pyright: ignore[reportAttributeAccessIssue]
+    values = [getattr(owner, name) for owner in owners for name in dir(owner) if not name.startswith("__")]
+    functions = [item for item in values if isinstance(item, types.BuiltinFunctionType | types.MethodDescriptorType)]
+    operators = {func: getattr(torch.ops.aten, func.__name__, None) for func in functions}
+    drawing = {func: operator for func, operator in operators.items() if operator and _randomness(operator)[0]}
+    return {func: functools.partial(_operator, operator) for func, operator in drawing.items()}
+
+
+def _refused(name: str, mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> Never:
     raise ValueError(
         f"{name} cannot draw from a seed; draw with torch.rand or torch.randn, for example "
         "torch.randn(x.shape, dtype=x.dtype, device=x.device), use the dropout functions of torch.nn.functional, "
@@ -230,13 +293,13 @@ def _refuse_generator(name: str, generator: torch.Generator | None) -> None:
         raise ValueError(f"{name}: a generator and a seed exclude each other; leave one out")
 
 
-def _inside(body: types.FunctionType, mode: SeededRandomness, *args: Any, **kwargs: Any) -> Any:
+def _inside(body: Callable[..., Any], mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> Any:
     """Runs the body of a composite function with the mode turned on."""
     with mode:
         return body(*args, **kwargs)
 
 
-def _out_of_place(body: types.FunctionType, mode: SeededRandomness, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _out_of_place(body: types.FunctionType, mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Likewise, but changes an input in place only at the end: the compiler hides in-place dropout from the mode."""
     place = body.__code__.co_varnames.index("inplace")
     inplace = args[place] if len(args) > place else kwargs.pop("inplace", False)
@@ -251,59 +314,36 @@ def _body(func: Any) -> types.FunctionType:
     asking for overrides is the first thing that the function does. Without that, it gets what the function calls.
     """
     checks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
-    without_checks = func.__globals__ | dict.fromkeys(checks, _no_override)
+    without_checks = func.__globals__ | dict.fromkeys(checks, lambda *args: False)
     return types.FunctionType(func.__code__, without_checks, func.__name__, func.__defaults__, func.__closure__)
 
 
-def _no_override(*args: Any) -> bool:
-    return False
-
-
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu)
-_WITHOUT_SEED: tuple[Any, ...] = (
-    torch.alpha_dropout_,
-    torch.binomial,
-    torch.dropout_,
-    torch.feature_alpha_dropout_,
-    torch.feature_dropout_,
-    torch.multinomial,
-    torch.native_dropout,
-    torch.normal,
-    torch.poisson,
-    torch.rand_like,
-    torch.randint,
-    torch.randint_like,
-    torch.randn_like,
-    torch.randperm,
-    torch.rrelu_,
-    torch.Tensor.cauchy_,
-    torch.Tensor.exponential_,
-    torch.Tensor.geometric_,
-    torch.Tensor.log_normal_,
-    torch.Tensor.multinomial,
-    torch.Tensor.normal_,
-    torch.Tensor.random_,
-    torch.Tensor.uniform_,
-    F.fractional_max_pool2d,
-    F.fractional_max_pool2d_with_indices,
-    F.fractional_max_pool3d,
-    F.fractional_max_pool3d_with_indices,
-)
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{func: functools.partial(_out_of_place, _body(func)) for func in _DROPOUTS},
-    **{func: functools.partial(_refused, func.__name__) for func in _WITHOUT_SEED},
-    **{func: functools.partial(_recurrent, func) for func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    F.multi_head_attention_forward: functools.partial(_inside, _body(F.multi_head_attention_forward)),
+_POOLS = (F.fractional_max_pool2d, F.fractional_max_pool3d)
+_POOLS_WITH_INDICES = (F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices)
+_INITIALISERS = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
+# Each stands for the operator of its name as well.
+_SEEDED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
-    F.gumbel_softmax: _gumbel_softmax,
     torch.dropout: _dropout,
     torch.feature_dropout: functools.partial(_dropout, channels=True),
     torch.alpha_dropout: _alpha_dropout,
     torch.feature_alpha_dropout: functools.partial(_alpha_dropout, channels=True),
     torch.rrelu: _rrelu,
     torch.bernoulli: _bernoulli,
-    torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_,
-    torch.rand: functools.partial(_factory, random.uniform),
-    torch.randn: functools.partial(_factory, random.normal),
+    torch.rand: functools.partial(_factory, "rand", random.uniform),
+    torch.randn: functools.partial(_factory, "randn", random.normal),
+    **{func: functools.partial(_recurrent, func) for func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **_drawing_functions(),
+    **_SEEDED,
+    **{form: handler for func, handler in _SEEDED.items() for form in _forms(getattr(torch.ops.aten, func.__name__))},
+    **{func: functools.partial(_out_of_place, _body(func)) for func in _DROPOUTS},
+    **{func: functools.partial(_refused, func.__name__) for func in (*_POOLS, *_POOLS_WITH_INDICES, *_INITIALISERS)},
+    F.multi_head_attention_forward: functools.partial(_inside, _body(F.multi_head_attention_forward)),
+    F.gumbel_softmax: _gumbel_softmax,
+    torch.Tensor.bernoulli: _bernoulli,
+    torch.ops.higher_order.custom_function_call: _custom_function,
 }

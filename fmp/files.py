@@ -20,7 +20,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     leave a file `.fmp-*.tmp` behind.
 
     Args:
-        path: The file to create or replace. A symbolic link is followed, not replaced.
+        path: The file to create, or to replace with one of the same permissions. A symbolic link is followed, not
+            replaced.
 
     Yields:
         The temporary file, empty, in the folder of `path`.
@@ -28,6 +29,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         IsADirectoryError: If `path` is a folder.
         FileNotFoundError: If the folder of `path` does not exist.
+        OSError: If `path` is something else than a file, such as a pipe or a device.
 
     Example:
         >>> import tempfile
@@ -42,11 +44,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise IsADirectoryError(f"{os.fspath(path)!r} is a folder; give the name of a file in it")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(target.parent)!r} does not exist; create it first")
+    old_mode = target.stat().st_mode if target.exists() else None
+    if old_mode is not None and not stat.S_ISREG(old_mode):
+        raise OSError(f"{os.fspath(path)!r} is not a regular file, and would be lost; give another name")
 
     # A rename is atomic within one file system only, hence the same folder.
     temporary = target.with_name(f".fmp-{secrets.token_hex(8)}.tmp")
     try:
-        mode = _create(temporary)
+        mode = _create(temporary, old_mode)
         yield temporary
         # A writer may have put a private file of its own in place of ours.
         os.chmod(temporary, mode)
@@ -95,11 +100,13 @@ def sha256(data: bytes | torch.Tensor) -> str:
     return hashlib.sha256(memory).hexdigest()
 
 
-def _create(path: Path) -> int:
-    # Unlike tempfile, this gives the file the permissions that the user's umask asks for.
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+def _create(path: Path, old_mode: int | None) -> int:
+    """Creates a file, at no time more open than the one it replaces, and returns the permissions it should end with."""
+    # Unlike tempfile, this gives a new file the permissions that the user's umask asks for.
+    asked = 0o666 if old_mode is None else stat.S_IMODE(old_mode) | stat.S_IWUSR
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, asked)
     try:
-        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+        return stat.S_IMODE(os.fstat(descriptor).st_mode if old_mode is None else old_mode)
     finally:
         os.close(descriptor)
 

@@ -5,19 +5,21 @@ the given tensors in their place, so the user's module is never touched and noth
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]  # torch does not declare it
 
 from fmp import tree
+from fmp._skeleton import Skeleton, placeholders, private_copy, skeleton_of
 from fmp.dropout import SeededRandomness
 from fmp.dtypes import is_castable
+from fmp.module_checks import check_module, check_new_buffers, check_tensors, check_unwritten, versions
 from fmp.random import Seed, as_seed
 
 _NORMS = (
@@ -35,14 +37,10 @@ _NORMS = (
 # torch computes these in float32 by itself when the input is narrower than weights and statistics.
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-_REFUSED = {
-    "DistributedDataParallel": "gradients would silently stay local; functionalize the inner module, `.module`",
-    "DataParallel": "it copies the module inside each call; functionalize the inner module, `.module`",
-    "FullyShardedDataParallel": "its hooks do not work under torch.func; functionalize the module before it is wrapped",
-    "FSDPModule": "its hooks do not work under torch.func; functionalize the module before `fully_shard`",
-    "ReplicateModule": "its hooks do not work under torch.func; functionalize the module before `replicate`",
-    "ScriptModule": "its tensors cannot be replaced; functionalize the module before it is scripted",
-}
+_CHECKPOINT = (
+    "with a seed, saved-tensor hooks such as those of torch.utils.checkpoint cannot be used inside the module: what it "
+    "draws when it is recomputed would be different; put them around `apply`"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -66,7 +64,7 @@ class Model:
     _ties: dict[str, str]
     _param_shapes: dict[str, torch.Size]
     _buffer_shapes: dict[str, torch.Size]
-    _skeletons: "dict[tuple[bool | None, bool], _Skeleton]"
+    _skeletons: dict[tuple[bool | None, bool], Skeleton]
 
     def apply(
         self,
@@ -84,6 +82,13 @@ class Model:
         arguments. Where parameters are of mixed precision, because a policy keeps normalisation layers in float32,
         these layers compute in that precision and return the dtype that they were given.
 
+        To save memory, put `torch.utils.checkpoint` around this call, not inside the module: recomputed after the
+        call, a part finds no parameters and raises. Its reentrant form (use_reentrant=True) inside the module is not
+        noticed, and gives the parameters of the part no gradient.
+
+        `seed` and `train` are for the model. A module whose forward takes arguments of these names does not receive
+        them; pass those by position, or wrap the module in one that names them otherwise.
+
         Args:
             params: The parameters, with the keys of `Model.params`, in any dtypes.
             buffers: The buffers, with the keys of `Model.buffers`.
@@ -100,8 +105,11 @@ class Model:
 
         Raises:
             KeyError: If a parameter or buffer is missing, or there is one that the module does not have.
-            ValueError: If one has another shape than in the module, or a seed is given and the module draws random
-                numbers where no seed reaches.
+            ValueError: If one has another shape than in the module, before or after the call; if the module writes
+                into a parameter (seen where it runs eagerly, outside of vmap, and not through `.data`), creates or
+                removes tensors or parts, or uses a parameter where the given one does not reach; or if a seed is given
+                and the module draws random numbers where no seed reaches.
+            RuntimeError: If a seed is given and the module uses torch.utils.checkpoint or other saved-tensor hooks.
             TypeError: If one is not a tensor.
 
         Example:
@@ -110,19 +118,32 @@ class Model:
             >>> buffers["1.num_batches_tracked"], model.buffers["1.num_batches_tracked"]
             (tensor(1), tensor(0))
         """
-        _check_tensors("params", params, self._param_shapes)
-        _check_tensors("buffers", buffers, self._buffer_shapes)
+        check_tensors("params", params, self._param_shapes)
+        check_tensors("buffers", buffers, self._buffer_shapes)
         mixed = len({param.dtype for param in params.values() if param.dtype.is_floating_point}) > 1
         skeleton = self._skeletons[train, mixed]
 
         tensors = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
         tensors |= {alias: tensors[name] for alias, name in self._ties.items()}
         device = next((param.device for param in params.values()), None)
-        with contextlib.nullcontext() if seed is None else SeededRandomness(as_seed(seed, device)):
-            # Buffers are written in place, or replaced in the dictionary; both are read back from it.
-            output = torch.func.functional_call(skeleton.module, tensors, args, kwargs, tie_weights=False)
-        for layer in skeleton.recurrent:
-            layer._update_flat_weights()  # forget the given tensors
+        compiling = torch.compiler.is_compiling()
+        before = [] if compiling else versions(params)
+        try:
+            with contextlib.nullcontext() if seed is None else _seeded(as_seed(seed, device)):
+                # Buffers are written in place, or replaced in the dictionary; both are read back from it.
+                output = torch.func.functional_call(skeleton.module, tensors, args, kwargs, tie_weights=False)
+        finally:
+            changed = skeleton.restore()
+            for layer in skeleton.recurrent:
+                _forget(layer)
+        if changed is not None:
+            raise ValueError(
+                f"{changed} during the call, which would be hidden state; parameters, buffers and submodules must be "
+                "there with their shapes when the module is functionalized"
+            )
+        check_new_buffers(tensors, self._buffer_shapes)
+        if not compiling:
+            check_unwritten(before, params, tensors)
         return output, {name: tensors[name] for name in buffers}
 
     def __repr__(self) -> str:
@@ -142,7 +163,8 @@ def functionalize(module: nn.Module) -> Model:
     Raises:
         TypeError: If `module` is not an `nn.Module`, or is or holds one that runs its own collectives (DDP, FSDP) or
             cannot run with other tensors than its own.
-        ValueError: If a parameter or buffer is not initialised yet.
+        ValueError: If a parameter or buffer is not initialised yet or has gradient hooks, if an embedding has a
+            max_norm, or if a function in the module, such as a lambda as a hook, refers to the module itself.
 
     Example:
         >>> model = functionalize(nn.Linear(2, 3))
@@ -152,7 +174,7 @@ def functionalize(module: nn.Module) -> Model:
         >>> out.shape
         torch.Size([1, 3])
     """
-    _check_module(module)
+    check_module(module)
     ties = _ties(module)
     params = {name: param.detach().clone() for name, param in module.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name not in ties}
@@ -164,9 +186,7 @@ def functionalize(module: nn.Module) -> Model:
         _ties=ties,
         _param_shapes={name: param.shape for name, param in params.items()},
         _buffer_shapes={name: buffer.shape for name, buffer in buffers.items()},
-        _skeletons={
-            (train, mixed): _skeleton(module, train, mixed) for train in (True, False, None) for mixed in (False, True)
-        },
+        _skeletons=_skeletons(module),
     )
 
 
@@ -225,45 +245,41 @@ def _ties(module: nn.Module) -> dict[str, str]:
     return {name: first[id(tensor)] for name, tensor in places if first.setdefault(id(tensor), name) != name}
 
 
-class _Skeleton(NamedTuple):
-    """A private copy of a module's structure, and the recurrent layers in it."""
+def _skeletons(module: nn.Module) -> dict[tuple[bool | None, bool], Skeleton]:
+    memo = placeholders(module)
+    modes = [(train, mixed) for train in (True, False, None) for mixed in (False, True)]
+    return {(train, mixed): _skeleton(module, memo, train, mixed) for train, mixed in modes}
 
-    module: nn.Module
-    recurrent: tuple[nn.RNNBase, ...]
 
-
-def _skeleton(module: nn.Module, train: bool | None, mixed: bool) -> _Skeleton:
-    copied = copy.deepcopy(module, _placeholders(module))
+def _skeleton(module: nn.Module, memo: dict[int, Any], train: bool | None, mixed: bool) -> Skeleton:
+    copied = private_copy(module, memo)
     if train is not None:
         copied.train(train)
-    recurrent = tuple(part for part in copied.modules() if isinstance(part, nn.RNNBase))
-    for layer in recurrent:
+    skeleton = skeleton_of(copied)
+    for layer in skeleton.recurrent:
         layer.flatten_parameters = _leave_in_place
     if mixed:
         for path, layer in copied.named_modules():
             if _is_norm(path, layer) and not isinstance(layer, _BATCH_NORMS):
                 layer.forward = functools.partial(_in_own_precision, layer, layer.forward)
                 layer.register_forward_pre_hook(_no_fast_path)
-    return _Skeleton(copied, recurrent)
+    return skeleton
 
 
-def _placeholders(module: nn.Module) -> dict[int, Any]:
-    """Makes a memo for `deepcopy` that puts tensors without memory in the place of parameters and buffers."""
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        # A plain attribute that was computed, such as the weight of the old weight_norm, cannot be deep-copied.
-        memo |= {id(value): value.detach().clone() for value in vars(part).values() if _is_computed(value)}
-    for param in module.parameters():
-        memo[id(param)] = nn.Parameter(_placeholder(param), requires_grad=param.requires_grad)
-    return memo | {id(buffer): _placeholder(buffer) for buffer in module.buffers()}
+@contextlib.contextmanager
+def _seeded(seed: torch.Tensor) -> Iterator[None]:
+    # With hooks in place, they are around `apply`, and so is the recomputation.
+    free = torch.compiler.is_compiling() or _autograd._top_saved_tensors_default_hooks(False) is not None
+    without = contextlib.nullcontext() if free else torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINT)
+    with without, SeededRandomness(seed):
+        yield
 
 
-def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _is_computed(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_leaf
+def _forget(layer: nn.RNNBase) -> None:
+    """Lets go of the tensors of a call. The next one sees that these references are not to its own."""
+    layer._flat_weights = [None] * len(layer._flat_weights)
+    elsewhere: Any = weakref.ref(layer)
+    layer._flat_weight_refs = [elsewhere] * len(layer._flat_weights)
 
 
 def _leave_in_place() -> None:
@@ -276,39 +292,12 @@ def _in_own_precision(layer: nn.Module, forward: Callable[..., Any], *args: Any,
     if given is None or own is None or torch.promote_types(given, own) == given:
         return forward(*args, **kwargs)
     wide = torch.promote_types(given, own)
-    return tree.cast(forward(*tree.cast(args, wide), **tree.cast(kwargs, wide)), given)
+    output = forward(*tree.cast(args, wide), **tree.cast(kwargs, wide))
+    if type(output) is tuple and any(is_castable(arg) and arg.dtype == wide for arg in (*args, *kwargs.values())):
+        # A residual that came in wide goes out wide; only the normalised tensor, the first one, is narrowed.
+        return (tree.cast(output[0], given), *output[1:])
+    return tree.cast(output, given)
 
 
 def _no_fast_path(layer: nn.Module, args: Any) -> None:
     """Does nothing, but keeps `nn.TransformerEncoderLayer` from its fused form, which would not call the norms."""
-
-
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-    for path, part in module.named_modules():
-        for cls in type(part).__mro__:
-            if cls.__name__ in _REFUSED and cls.__module__.startswith("torch."):
-                raise TypeError(f"{path or 'module'} is a {cls.__name__}: {_REFUSED[cls.__name__]}")
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(f"{name} is not initialised yet; call the module once on a batch, then functionalize it")
-
-
-def _check_tensors(kind: str, given: Mapping[str, Any], shapes: dict[str, torch.Size]) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{kind} must be a dictionary of tensors by name, got {type(given).__name__}")
-    if given.keys() != shapes.keys():
-        missing, unknown = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
-        raise KeyError(
-            f"{kind}: " + "; ".join([f"missing {name}" for name in missing] + [f"unknown {name}" for name in unknown])
-        )
-    for name, shape in shapes.items():
-        tensor = given[name]
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{kind}[{name!r}] must be a tensor, got {type(tensor).__name__}")
-        if tensor.shape != shape:
-            hint = "; map over stacked ones with torch.func.vmap" if tensor.shape[1:] == shape else ""
-            raise ValueError(
-                f"{kind}[{name!r}] is {tree.describe(tensor)}, but the module has the shape {list(shape)}{hint}"
-            )

@@ -46,7 +46,7 @@ def as_seed(seed: Seed, device: torch.device | str | None = None) -> torch.Tenso
 
     Raises:
         TypeError: If `seed` is not an integer or an integer tensor.
-        ValueError: If `seed` has dimensions.
+        ValueError: If `seed` has dimensions or takes more than 64 bits.
 
     Example:
         >>> as_seed(7)
@@ -71,6 +71,7 @@ def fold_in(seed: Seed, data: Seed) -> torch.Tensor:
 
     Raises:
         TypeError: If `seed` or `data` is not an integer or an integer tensor.
+        ValueError: If one takes more than 64 bits.
 
     Example:
         >>> fold_in(fold_in(0, 5), torch.tensor(2)) == fold_in(fold_in(0, 5), torch.tensor(3))
@@ -96,7 +97,7 @@ def bits(seed: Seed, shape: Sequence[int], *, device: torch.device | str | None 
 
     Raises:
         TypeError: If `seed` is not an integer or an integer tensor.
-        ValueError: If `seed` has dimensions.
+        ValueError: If `seed` has dimensions or takes more than 64 bits.
 
     Example:
         >>> (bits(0, (4, 2)).flatten() == bits_at(0, torch.arange(8))).all()
@@ -117,7 +118,7 @@ def bits_at(seed: Seed, index: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError: If `seed` or `index` is not of integers.
-        ValueError: If `seed` has dimensions.
+        ValueError: If `seed` has dimensions or takes more than 64 bits.
 
     Example:
         >>> bits_at(7, torch.tensor([2])) == bits(7, (3,))[2]
@@ -203,10 +204,11 @@ def keep_mask(seed: Seed, shape: Sequence[int], p: float, *, device: torch.devic
         device: Where to make the mask; by default where the seed is.
 
     Returns:
-        bool[*shape], true where the element is kept. All true for `p=0`, all false for `p=1`.
+        bool[*shape], true where the element is kept. All true for `p=0`, all false for `p=1`;
+        between them `p` counts to the nearest multiple of 2^-32.
 
     Raises:
-        ValueError: If `p` is not a probability, or `seed` has dimensions.
+        ValueError: If `p` is not a probability, or `seed` has dimensions or takes more than 64 bits.
         TypeError: If `seed` is not an integer or an integer tensor.
 
     Example:
@@ -215,9 +217,10 @@ def keep_mask(seed: Seed, shape: Sequence[int], p: float, *, device: torch.devic
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability must be between 0 and 1, got {p}")
-    if p == 1.0:
+    threshold = round(p * 2**32)
+    if threshold == 2**32:  # too large for an int32, with which it would be compared
         return torch.zeros(tuple(shape), dtype=torch.bool, device=as_seed(seed, device).device)
-    return _words(seed, shape, device) >= round(p * 2**32) - 2**31
+    return _words(seed, shape, device) >= threshold - 2**31
 
 
 def _open_uniform(seed: Seed, shape: Sequence[int], device: torch.device | str | None) -> torch.Tensor:
@@ -263,5 +266,7 @@ def _as_word(name: str, value: Seed, device: torch.device | str | None) -> torch
         return value.to(torch.int64)
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer or an integer tensor, got {value!r}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be from -2^63 to 2^63 - 1, got {value}; take it modulo 2^63")
     # Filled in place: copying a number to an accelerator would wait for it.
     return torch.full((), value, dtype=torch.int64, device=device)

@@ -44,6 +44,11 @@ class NoOpLossScale:
         (tensor(2.), NoOpLossScale())
     """
 
+    @property
+    def loss_scale(self) -> torch.Tensor:
+        """f32[], one."""
+        return torch.ones((), dtype=torch.float32)
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss as it is."""
         return loss

@@ -205,6 +205,15 @@ def test_sets_do_not_depend_on_their_order(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "scaler": DynamicLossScale(), "epoch": 3}
+    found = set()
+    for index in range(8):
+        checkpoint.save(state, tmp_path / str(index))
+        found.add((tmp_path / str(index)).read_bytes())
+    assert len(found) == 1
+
+
 def _cosine(count: torch.Tensor) -> torch.Tensor:
     return torch.cos(count)
 
@@ -498,10 +507,124 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
     manifest = json.dumps({"format": 2, "something": "else"})
-    metadata = {"fmp_checkpoint": manifest, "fmp_checkpoint_sha256": files.sha256(manifest.encode())}
+    metadata = {"fmp_checkpoint": f"{files.sha256(manifest.encode())} {manifest}"}
     safetensors.torch.save_file({"w": torch.zeros(2)}, tmp_path / "state", metadata)
     with pytest.raises(CheckpointError, match="has format 2, this fmp reads format 1"):
         checkpoint.load({"w": torch.zeros(2)}, tmp_path / "state")
+
+
+def craft(path: Path, change: Callable[[Any, dict[str, torch.Tensor]], Any]) -> Any:
+    """Changes the manifest and the tensors of a checkpoint, and gives it the checksum that belongs to it."""
+    state = {"w": torch.ones(2), "c": torch.ones(1, dtype=torch.complex64), "e": 3, "s": DynamicLossScale()}
+    checkpoint.save(state, path)
+    with safetensors.safe_open(path, "pt") as file:
+        manifest = json.loads(file.metadata()["fmp_checkpoint"].partition(" ")[2])
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    changed = change(manifest, stored)
+    text = changed if isinstance(changed, str) else json.dumps(manifest)
+    metadata = {"fmp_checkpoint": f"{files.sha256(text.encode())} {text}"}
+    safetensors.torch.save_file(stored, path, metadata)
+    return checkpoint.load(blank(state) | {"s": DynamicLossScale()}, path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "null", "{", "3", '{"format":1}', '{"format":1,"entries":[]}', "[" * 200_000],
+    ids=lambda text: text[:9],
+)
+def test_crafted_manifests_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(CheckpointError, match="state: the manifest is not one that fmp writes"):
+        craft(tmp_path / "state", lambda manifest, stored: text)
+
+
+@pytest.mark.parametrize(
+    ("path", "entry"),
+    [
+        *[("w", entry) for entry in (3, None, [], {}, {"dtype": "float32", "shape": [2]})],
+        ("w", {"dtype": "float31", "shape": [2], "sha256": ""}),
+        ("w", {"dtype": "float32", "shape": "2", "sha256": ""}),
+        ("w", {"dtype": "float32", "shape": ["2"], "sha256": ""}),
+        ("w", {"dtype": "float32", "shape": [2], "sha256": "", "value": 1}),
+        ("e", {"node": "int", "static": {}}),
+        ("e", {"node": "absent", "static": {}}),
+        ("new", {"node": "absent", "static": {}}),
+        ("s", {"node": "fmp.scaling.DynamicLossScale"}),
+        ("s", {"value": 1}),
+        *[("e", {"value": {kind: [[]]}}) for kind in ("float", "frozenset", "Size", "dtype", "device", "foo", "repr")],
+        *[("e", {"value": {kind: "abc"}}) for kind in ("float", "tuple", "Size", "dtype", "device", "foo", "repr")],
+        *[("e", {"value": value}) for value in ([1], {}, {"float": "1", "tuple": []})],
+    ],
+    ids=str,
+)
+def test_crafted_entries_are_refused(tmp_path: Path, path: str, entry: Any) -> None:
+    with pytest.raises(CheckpointError, match="state: "):
+        craft(tmp_path / "state", lambda manifest, stored: manifest["entries"].update({path: entry}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("growth_interval", value) for value in ("abc", 1.5, True, None, {"tuple": []}, {"device": "bogus"})],
+        *[("min_scale", value) for value in ("abc", False, None, {"Size": [1]}, [1.0])],
+        ("__class__", 5),
+    ],
+    ids=str,
+)
+def test_crafted_static_fields_are_refused(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match="state: "):
+        craft(tmp_path / "state", lambda manifest, stored: manifest["entries"]["s"]["static"].update({field: value}))
+
+
+@pytest.mark.parametrize("name", ["w", "c"])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        *(torch.ones(3), torch.ones(1), torch.ones(2, 1), torch.ones(2, dtype=torch.int32), torch.ones(1).double()),
+        *(torch.ones(3, dtype=torch.uint8), torch.ones(2, 4, dtype=torch.uint8), torch.ones(0)),
+    ],
+    ids=tree.describe,
+)
+def test_crafted_tensors_are_refused(tmp_path: Path, name: str, tensor: torch.Tensor) -> None:
+    def change(manifest: Any, stored: dict[str, torch.Tensor]) -> None:
+        stored[name] = tensor
+        manifest["entries"][name]["sha256"] = files.sha256(tensor)
+
+    with pytest.raises(CheckpointError, match=f"state: {name} is damaged, it is stored as "):
+        craft(tmp_path / "state", change)
+
+
+def test_a_crafted_file_with_nothing_changed_loads(tmp_path: Path) -> None:
+    assert craft(tmp_path / "state", lambda manifest, stored: None)["e"] == 3
+
+
+def test_a_class_that_breaks_its_own_hints_is_not_held_to_them(tmp_path: Path) -> None:
+    for saved, like in [("a", "b"), (None, 0.5), (3, 0.5)]:
+        checkpoint.save(Moments(torch.tensor(0), None, None, decay=saved), tmp_path / "state")  # pyright: ignore
+        if saved is None:
+            with pytest.raises(CheckpointError, match="the static field decay is None, which is no float"):
+                checkpoint.load(Moments(torch.tensor(0), None, None, decay=like), tmp_path / "state")
+        else:
+            restored = checkpoint.load(Moments(torch.tensor(0), None, None, decay=like), tmp_path / "state")
+            assert restored.decay == saved
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_saving_inside_a_transform_is_refused(tmp_path: Path, transform: Callable[..., Any]) -> None:
+    def save(x: torch.Tensor) -> torch.Tensor:
+        checkpoint.save({"w": x}, tmp_path / "state")
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match="save cannot run inside vmap, grad or another transform"):
+        transform(save)(torch.ones(3))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_replaced_checkpoint_stays_private(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    checkpoint.save({"w": torch.zeros(1)}, path)
+    path.chmod(0o600)
+    checkpoint.save({"w": torch.ones(1)}, path)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,3 +173,11 @@ def test_differentiated_outside_by_an_ordinary_graph(surround):
     with torch.no_grad():
         surround(_inner_vjp(answers, captured))(torch.ones(2, 2, requires_grad=True))
     assert set(answers) == {False}
+
+
+def test_a_function_marked_constant_is_not_traced():
+    import_inside = _compat.constant_while_tracing(lambda: len(list(__import__("os").scandir("/"))))
+    official = torch.compiler.assume_constant_result(lambda: 1)
+    assert vars(import_inside).keys() == vars(official).keys()
+    found = torch.compile(lambda x: x + import_inside(), backend="eager", fullgraph=True)(torch.zeros(1))
+    assert found == import_inside()

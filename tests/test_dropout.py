@@ -1,4 +1,5 @@
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.torch_version import TorchVersion
 
-from fmp import dropout
+from fmp import dropout, random
 from fmp.dropout import SeededRandomness
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
@@ -41,6 +43,10 @@ DRAWS: dict[str, Draw] = {
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
     "bernoulli_of_p": lambda x: torch.bernoulli(x, 0.3),
     "bernoulli_method": lambda x: x.sigmoid().bernoulli(),
+    "aten.dropout": lambda x: torch.ops.aten.dropout(x, 0.3, True),
+    "aten.dropout.default": lambda x: torch.ops.aten.dropout.default(x, 0.3, True),
+    "aten.bernoulli": lambda x: torch.ops.aten.bernoulli.p(x, 0.3),
+    "aten.rand": lambda x: x[0, 0] + torch.ops.aten.rand.default([4, 5]),
     "rand": lambda x: x[0, 0] + torch.rand(4, 5),
     "rand_of_a_tuple": lambda x: x[0, 0] + torch.rand((4, 5)),
     "randn": lambda x: x + torch.randn(x.shape, dtype=x.dtype, device=x.device),
@@ -85,6 +91,8 @@ def test_draws_depend_on_the_seed_alone(name: str, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_compiled_draws_are_the_eager_ones(name: str, x: torch.Tensor) -> None:
+    if TorchVersion(torch.__version__) < "2.13" and name.startswith("rand"):
+        pytest.skip("torch before 2.13 hides the call from modes")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(seeded(ALL[name]), backend=counter, fullgraph=True)
     for seed in map(torch.tensor, (1, 2, -3)):
@@ -361,7 +369,7 @@ def test_the_mode_reaches_inside_multi_head_attention(need_weights: bool) -> Non
 def test_dropout_inside_recurrent_layers_is_refused(layer: Any, name: str) -> None:
     x = torch.randn(3, 2, 4)
     packed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]))
-    deep = layer(4, 5, num_layers=2, dropout=0.5)
+    deep, flat = layer(4, 5, num_layers=2, dropout=0.5), layer(4, 5)
     for batch in (x, packed):
         with SeededRandomness(0), pytest.raises(ValueError, match=rf"torch.{name} draws its mask.*dropout=0.5"):
             deep(batch)
@@ -369,22 +377,175 @@ def test_dropout_inside_recurrent_layers_is_refused(layer: Any, name: str) -> No
     with SeededRandomness(0):
         assert torch.equal(deep(x)[0], deep(x)[0])
         # One layer has no dropout to draw.
-        layer(4, 5)(packed)
+        flat(packed)
 
 
 def test_every_random_function_is_seeded_or_refused() -> None:
     """Asks torch itself which of its operations draw."""
     known = set(dropout._HANDLERS)
     aten = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    public = {name.partition(".")[0] for name in aten if not name.startswith("_")} - {"random", "miopen_rnn"}
-    missing = []
-    for name in sorted(public):
+    missing, drawing = [], 0
+    for name in sorted({name.partition(".")[0] for name in aten} - {"random"}):
         packet = getattr(torch.ops.aten, name)
         if not any(torch.Tag.nondeterministic_seeded in getattr(packet, form).tags for form in packet.overloads()):
             continue
-        spellings = [getattr(owner, name, None) for owner in (torch, torch.Tensor, F)]
+        drawing += 1
+        owners = (torch, torch.Tensor, F, torch._C._nn)  # pyright: ignore[reportAttributeAccessIssue]
+        spellings = [getattr(owner, name, None) for owner in owners]
         missing += [(name, spelling) for spelling in spellings if spelling is not None and spelling not in known]
     assert missing == []
+    assert drawing > 50
+
+
+def words_of(code: types.CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(words_of, inner))
+
+
+def test_no_function_hides_its_draws_from_the_mode() -> None:
+    """A mode is off in the body of a function of Python that asks for overrides. Which of them draw there?"""
+    names = {func.__name__ for func in dropout._HANDLERS if hasattr(func, "__name__")}
+    overridable = [func for funcs in torch.overrides.get_overridable_functions().values() for func in funcs]
+    hiding = set()
+    for func in (*overridable, *vars(torch.nn.init).values()):
+        words = words_of(func.__code__) if isinstance(func, types.FunctionType) else set()
+        if words & names and any(word.startswith("has_torch_function") for word in words):
+            hiding.add(func)
+    assert F.dropout in hiding
+    assert hiding <= set(dropout._HANDLERS) | {torch.svd_lowrank, torch.pca_lowrank}
+
+
+def test_low_rank_decompositions_draw_from_the_seed() -> None:
+    # Both ask for overrides too, but not where all arguments are plain tensors.
+    x = torch.randn(20, 10)
+    for decompose in (torch.svd_lowrank, torch.pca_lowrank):
+        assert torch.equal(seeded(lambda x: decompose(x, 3)[1])(x, 1), seeded(lambda x: decompose(x, 3)[1])(x, 1))
+
+
+@torch.library.custom_op("fmp_test::noise", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+OPERATORS: dict[str, Draw] = {
+    "native_dropout": lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True)[0],
+    "native_dropout_packet": lambda x: torch.ops.aten.native_dropout(x, 0.5, None)[0],
+    "rand_like": lambda x: torch.ops.aten.rand_like.default(x),
+    "prims": lambda x: torch.ops.prims.normal.default(
+        [3], mean=0.0, std=1.0, dtype=x.dtype, device=x.device, requires_grad=False
+    ),
+    "custom": lambda x: noise(x),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_operators_that_draw_are_refused(name: str, compiled: bool) -> None:
+    run = seeded(OPERATORS[name])
+    if compiled:
+        run = torch.compile(run, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="cannot draw from a seed"):
+        run(torch.ones(4, 5), torch.tensor(0))
+
+
+def test_operators_with_their_draws_turned_off_pass_through(x: torch.Tensor) -> None:
+    with SeededRandomness(0):
+        assert torch.equal(torch.ops.aten.native_dropout.default(x, 0.5, False)[0], x)
+        assert torch.equal(torch.ops.aten.dropout.default(x, 0.5, False), x)
+        torch.ops.aten._scaled_dot_product_attention_math.default(x, x, x)
+        with pytest.raises(ValueError, match="_scaled_dot_product_attention_math cannot draw"):
+            torch.ops.aten._scaled_dot_product_attention_math(x, x, x, None, 0.5)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_exported_modules_draw_from_the_seed(inplace: bool, x: torch.Tensor) -> None:
+    exported = torch.export.export(torch.nn.Sequential(torch.nn.Dropout(0.3, inplace)), (x.clone(),)).module()
+    if inplace:
+        with pytest.raises(ValueError, match=r"dropout_.* cannot draw from a seed"):
+            seeded(exported)(x, 3)
+    else:
+        assert torch.equal(seeded(exported)(x, 3), seeded(lambda x: F.dropout(x, 0.3))(x, 3))
+
+
+class Dropped(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+class DroppedByRows(Dropped):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return DroppedByRows.apply(x), 0
+
+
+def test_custom_functions_draw_from_the_seed_under_transforms() -> None:
+    x = torch.ones(20, 30)
+    mask = seeded(lambda x: F.dropout(x))(x, 3)
+    for function in (Dropped, DroppedByRows):
+        grad = torch.func.grad(lambda x, function=function: function.apply(x).sum())
+        assert torch.equal(seeded(function.apply)(x, 3), mask)
+        assert torch.equal(seeded(lambda x, function=function: torch.func.vjp(function.apply, x)[0])(x, 3), mask)
+        assert torch.equal(seeded(grad)(x, 3), mask)
+        assert torch.equal(seeded(torch.func.vmap(DroppedByRows.apply))(x, 3), mask)
+        state = torch.get_rng_state()
+        seeded(torch.func.vmap(grad))(x, 3)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("draws", [0, 1, 20])
+def test_the_seeds_of_draws_are_not_those_a_user_folds(draws: int) -> None:
+    mode = SeededRandomness(5)
+    for _ in range(draws):
+        mode.next_seed()
+    seed, folded = mode.next_seed(), random.fold_in(5, torch.arange(100))
+    assert seed not in folded
+    assert seed != 5
+
+
+def test_factories_write_into_out() -> None:
+    for draw in (torch.rand, torch.randn, torch.ops.aten.rand.out):
+        out = torch.full((5,), 7.0)
+        with SeededRandomness(0):
+            returned = draw([5], out=out)
+        with SeededRandomness(0):
+            expected = torch.randn(5) if draw is torch.randn else torch.rand(5)
+        assert returned is out
+        assert torch.equal(out, expected)
+    drawn = torch.empty(0)
+    with SeededRandomness(0):
+        assert torch.bernoulli(torch.ones(2, 3), out=drawn) is drawn
+    assert torch.equal(drawn, torch.ones(2, 3))
+
+
+def test_factories_honour_or_refuse_their_options() -> None:
+    with SeededRandomness(0):
+        assert torch.rand(3, requires_grad=True).requires_grad
+        assert not torch.randn(3).requires_grad
+        for dtype in (torch.complex64, torch.int64):
+            with pytest.raises(
+                ValueError, match=f"randn draws only floating-point numbers from a seed, got dtype={dtype}"
+            ):
+                torch.randn(3, dtype=dtype)
+        with pytest.raises(ValueError, match="rand with names or pin_memory cannot draw"):
+            torch.rand(2, pin_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +560,17 @@ def test_every_random_function_is_seeded_or_refused() -> None:
         lambda x: x.clone().uniform_(),
         lambda x: x.clone().normal_(),
         lambda x: torch.dropout_(x.clone(), 0.5, True),
+        lambda x: torch.distributions.Gamma(x, x).rsample(),
+        lambda x: torch.distributions.Beta(x, x).rsample(),
+        lambda x: torch.distributions.Dirichlet(x).rsample(),
+        lambda x: torch._C._nn.rrelu_with_noise(x, x.clone(), 0.1, 0.4, True),  # pyright: ignore
+        torch.nn.init.uniform_,
+        torch.nn.init.normal_,
+        lambda x: torch.nn.init.kaiming_uniform_(x, mode="fan_out"),
+        torch.nn.init.kaiming_normal_,
+        torch.nn.init.xavier_normal_,
+        torch.nn.init.trunc_normal_,
+        torch.nn.init.orthogonal_,
         lambda x: F.fractional_max_pool2d(x[None, None], 2, output_size=2),
     ],
 )

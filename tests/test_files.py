@@ -169,3 +169,26 @@ def test_sha256_is_hashlibs() -> None:
     tensor = torch.randn(5, 3)
     assert files.sha256(tensor.t()) == hashlib.sha256(tensor.t().numpy().tobytes()).hexdigest()
     assert files.sha256(torch.empty(0)) == files.sha256(b"")
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444, 0o755])
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, umask: Callable[[int], int], mode: int) -> None:
+    path = tmp_path / "a.txt"
+    write(path, "one")
+    path.chmod(mode)
+    with files.atomic_write(path) as temporary:
+        assert stat.S_IMODE(temporary.stat().st_mode) & ~mode & ~stat.S_IWUSR == 0
+        temporary.write_text("two")
+    assert path.read_text() == "two"
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link, "/dev/null"):
+        with pytest.raises(OSError, match="is not a regular file"):
+            write(path, "one")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]

@@ -1,6 +1,8 @@
 import copy
+import functools
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +15,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
 
 import fmp.tree
 from fmp import functionalize, value_and_grad
@@ -709,3 +712,357 @@ def test_models_say_what_they_are_in_one_line() -> None:
     assert repr(functionalize(nn.BatchNorm1d(700))) == "Model(BatchNorm1d, 2 params of 1,400 numbers, 3 buffers)"
     with pytest.raises(AttributeError):
         functionalize(nn.ReLU()).params = {}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Holding(nn.Module):
+    """Multiplies by a weight that it finds through something else than its attribute."""
+
+    def __init__(self, hold: Callable[["Holding"], Any], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2, bias=False)
+        self.held = hold(self)
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> Any:
+        held = self.read(self.held)
+        return held(x) if callable(held) else x @ held
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+FIVES = {"lin.weight": torch.full((2, 2), 5.0)}
+
+
+@pytest.mark.parametrize(
+    ("hold", "read"),
+    [
+        (lambda m: [m.lin], lambda held: held[0]),
+        (lambda m: m.lin.forward, itself),
+        (lambda m: functools.partial(m.lin.forward), itself),
+        (lambda m: functools.partial(F.linear, bias=None), lambda held: lambda x: 10 * torch.ones_like(x)),
+    ],
+    ids=["list", "method", "partial", "unrelated"],
+)
+def test_parts_reached_through_other_things_are_those_of_the_call(hold: Any, read: Any) -> None:
+    assert_same(functionalize(Holding(hold, read)).apply(FIVES, {}, torch.ones(1, 2))[0], torch.full((1, 2), 10.0))
+
+
+@pytest.mark.parametrize(
+    ("hold", "read"),
+    [
+        (lambda m: [m.lin.weight], lambda held: held[0]),
+        (lambda m: {"w": m.lin.weight}, lambda held: held["w"]),
+        (lambda m: [m.lin.weight], lambda held: held[0].T),
+        (lambda m: [m.lin.weight], lambda held: held[0].detach()),
+        (lambda m: Holder(m.lin.weight), lambda held: held.value),
+        (lambda m: functools.partial(F.linear, weight=m.lin.weight), itself),
+        (lambda m: m.lin.weight.detach(), itself),
+        (lambda m: m.lin.weight.data, itself),
+        (lambda m: m.lin.weight.t(), itself),
+        (lambda m: m.lin.weight * 2, itself),
+        (lambda m: [m.lin.weight.t()], lambda held: held[0]),
+        (lambda m: Holder((m.lin.weight.detach(),)), lambda held: held.value[0]),
+    ],
+)
+def test_parameters_reached_through_other_things_are_refused(hold: Any, read: Any) -> None:
+    model = functionalize(Holding(hold, read))
+    for other in (model, pickle.loads(pickle.dumps(functionalize(Holding(hold, itself)))) if read is itself else model):
+        with pytest.raises(ValueError, match=r"lin.weight was used where|held was computed from, or is a view of"):
+            other.apply(FIVES, {}, torch.ones(1, 2))
+
+
+def gained(use: Callable[[nn.Module], Any]) -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    use(module)
+    return module
+
+
+def doubled(module: Any) -> None:
+    old = module[0].forward
+    module[0].forward = lambda x: old(x) * 2
+
+
+def hooked(module: Any) -> None:
+    module[0].register_forward_hook(lambda part, args, out: out * module[1].bias)
+
+
+def pre_hooked(module: Any) -> None:
+    weight = module[0].weight.detach()
+    module[1].register_forward_pre_hook(lambda part, args, weight=[weight]: args[0] @ weight[0])
+
+
+def nested(module: Any) -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return module[1](x)
+
+    module[0].helper = [functools.partial(lambda x: inner(x))]
+
+
+def decorated(module: Any) -> None:
+    module[0].forward = torch.no_grad()(module[0].forward)
+
+
+_GLOBAL = nn.Linear(2, 2)
+
+
+def by_global(module: Any) -> None:
+    module.append(_GLOBAL)
+    module[0].register_forward_hook(lambda part, args, out: _GLOBAL(out))
+
+
+@pytest.mark.parametrize("use", [doubled, hooked, pre_hooked, nested, decorated, by_global])
+def test_functions_that_would_use_the_users_module_are_refused(use: Any) -> None:
+    with pytest.raises(ValueError, match=r"(forward|_forward_hooks|_forward_pre_hooks|helper): the function .* refers"):
+        functionalize(gained(use))
+
+
+def test_methods_that_would_use_the_users_module_are_refused() -> None:
+    lin = nn.Linear(2, 2)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = lin
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return lin(x)
+
+    with pytest.raises(ValueError, match=r"Outer.forward: the function .* refers to lin"):
+        functionalize(Outer())
+
+
+def test_functions_that_do_not_use_the_module_are_left_alone() -> None:
+    log, scale, other = [], torch.full((2,), 2.0), nn.Linear(2, 2)
+
+    class Trainer:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def log(self, out: torch.Tensor) -> None:
+            log.append(out.shape)
+
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    trainer = Trainer(module)
+    module[0].register_forward_hook(lambda part, args, out: log.append(part.weight[0, 0].item()))
+    module[0].register_forward_hook(lambda part, args, out: out * scale)
+    module[0].register_forward_hook(lambda part, args, out: trainer.log(out))
+    module[1].register_forward_pre_hook(lambda part, args: other(args[0]))
+    module[1].forward = functools.update_wrapper(functools.partial(module[1].forward), module[1].forward)
+    model, x = functionalize(module), torch.ones(1, 2)
+    assert_same(model.apply(model.params, {}, x)[0], module(x))
+    assert len(log) == 4
+    zeros = {name: torch.zeros_like(param) for name, param in model.params.items()}
+    assert not model.apply(zeros, {}, x)[0].any()
+    assert log[-2] == 0
+
+
+def test_torchs_own_wrappers_are_not_taken_for_the_users() -> None:
+    inner, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), batch()
+    expected = functionalize(inner).apply(*(functionalize(inner).params, functionalize(inner).buffers), x)[0]
+    for module in (torch.compile(inner, backend="eager"), torch.fx.symbolic_trace(inner)):
+        model = functionalize(module)  # pyright: ignore[reportArgumentType]
+        assert_same(model.apply(model.params, model.buffers, x)[0], expected)
+    pruned = nn.Linear(8, 8)
+    prune.l1_unstructured(pruned, "weight", 0.5)
+    model = functionalize(pruned)
+    assert_same(model.apply(model.params, model.buffers, x)[0], pruned(x))
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part")
+def test_recurrent_layers_follow_weights_that_are_computed() -> None:
+    module, x = parametrizations.weight_norm(nn.LSTM(8, 3), "weight_hh_l0"), batch()
+    model = functionalize(module)
+    reference = copy.deepcopy(module)
+    for factor in (1.0, 1.0, 2.0):
+        params = {name: param * factor for name, param in model.params.items()}
+        reference.load_state_dict(params)
+        assert_same(model.apply(params, {}, x)[0][0], reference(x)[0].detach())
+
+
+class Writer(nn.Module):
+    def __init__(self, write: Callable[["Writer"], Any]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("cache", None)
+        self.register_parameter("gain", None)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self)
+        return self.lin(x)
+
+
+def delete(module: nn.Module, name: str) -> None:
+    delattr(module, name)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda m: m.lin.weight.mul_(0.9), r"wrote into its parameter lin.weight"),
+        (lambda m: m.lin.bias.copy_(torch.ones(2)), r"wrote into its parameter lin.bias"),
+        (lambda m: setattr(m.lin, "bias", nn.Parameter(torch.ones(2))), r"replaced its parameter lin.bias"),
+        (lambda m: setattr(m, "cache", torch.ones(2)), r"^cache was created"),
+        (lambda m: setattr(m, "gain", nn.Parameter(torch.ones(2))), r"^gain was created"),
+        (lambda m: setattr(m, "new", nn.Parameter(torch.ones(2))), r"^new was created"),
+        (lambda m: m.lin.register_buffer("new", torch.ones(2)), r"^lin.new was created"),
+        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), r"^extra was created"),
+        (lambda m: delete(m, "mean"), r"^mean was removed"),
+        (lambda m: delete(m.lin, "bias"), r"^lin.bias was removed"),
+        (lambda m: setattr(m, "mean", None), r"buffer mean was removed"),
+        (lambda m: setattr(m, "mean", torch.ones(3)), r"buffer mean became f32\[3\].*keeps its shape, \[2\]"),
+    ],
+)
+def test_calls_that_leave_something_behind_are_refused(write: Any, message: str) -> None:
+    model = functionalize(Writer(write))
+    for _ in range(2):
+        with pytest.raises((ValueError, AttributeError), match=message if "lin.bias was" not in message else None):
+            model.apply(model.params, model.buffers, torch.ones(1, 2))
+        clean = model._skeletons[None, False]
+        assert clean.restore() is None
+        assert list(clean.module.state_dict()) == ["mean", "lin.weight", "lin.bias"]
+        assert clean.module.cache is None
+        assert "mean" not in vars(clean.module)
+
+
+def test_a_call_that_fails_leaves_nothing_behind() -> None:
+    def fill_and_fail(module: Any) -> None:
+        assert module.cache is None
+        module.cache = torch.ones(2)
+        raise OSError("no data")
+
+    model = functionalize(Writer(fill_and_fail))
+    for _ in range(2):
+        with pytest.raises(OSError, match="no data"):
+            model.apply(model.params, model.buffers, torch.ones(1, 2))
+
+
+def test_writes_are_seen_in_a_differentiated_call() -> None:
+    model = functionalize(Writer(lambda m: m.lin.weight.mul_(0.9)))
+    for transform in (value_and_grad, torch.func.grad):
+        with pytest.raises(ValueError, match=r"wrote into its parameter lin.weight"):
+            transform(lambda params: model.apply(params, model.buffers, torch.ones(1, 2))[0].sum())(model.params)
+
+
+def test_parameters_made_in_inference_mode_can_be_used() -> None:
+    model = functionalize(nn.Linear(8, 3))
+    with torch.inference_mode():
+        params = {name: param.clone() for name, param in model.params.items()}
+        out = model.apply(params, {}, torch.ones(1, 8))[0]
+    assert_same(out.clone(), model.apply(model.params, {}, torch.ones(1, 8))[0])
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_renormalise_their_weight_are_refused(layer: Any) -> None:
+    with pytest.raises(ValueError, match=r"^0 has max_norm=0.1.*set max_norm=None"):
+        functionalize(nn.Sequential(layer(4, 3, max_norm=0.1)))
+
+
+def test_gradient_hooks_are_refused() -> None:
+    module = nn.Linear(2, 2)
+    handle = module.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(ValueError, match="weight has gradient hooks"):
+        functionalize(module)
+    handle.remove()
+    functionalize(module)
+    module.bias.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(ValueError, match="bias has gradient hooks"):
+        functionalize(module)
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    module: Any = nn.Sequential(nn.ReLU(), nn.ReLU())
+    module[1].lock = [threading.Lock()]
+    with pytest.raises(TypeError, match=r"^1.lock cannot be copied \(cannot pickle"):
+        functionalize(module)
+
+    class Uncopied(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> "Uncopied":
+            return self
+
+    with pytest.raises(TypeError, match=r"^0 is not copied by copy.deepcopy"):
+        functionalize(nn.Sequential(Uncopied(2, 2)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, of_tensors: bool = False) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.of_tensors = of_tensors
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.of_tensors:
+            return checkpoint(F.linear, x, self.lin.weight, self.lin.bias, use_reentrant=False).square()
+        return checkpoint(self.lin, x, use_reentrant=False).square()
+
+
+def test_a_checkpoint_inside_the_module_raises_where_it_would_recompute_something_else() -> None:
+    x = batch()
+    model = functionalize(Checkpointed())
+    with pytest.raises(ValueError, match=r"lin.weight was used where .*checkpoint"):
+        value_and_grad(lambda params: model.apply(params, {}, x)[0].sum())(model.params)
+    model = functionalize(Checkpointed(of_tensors=True))
+    with pytest.raises(RuntimeError, match="with a seed, saved-tensor hooks"):
+        value_and_grad(lambda params: model.apply(params, {}, x, seed=0)[0].sum())(model.params)
+    plain = functionalize(nn.Linear(8, 8))
+    grads = value_and_grad(lambda params: model.apply(params, {}, x)[0].sum())(model.params)[1]
+    expected = value_and_grad(lambda params: plain.apply(params, {}, x)[0].square().sum())(
+        {name.removeprefix("lin."): param for name, param in model.params.items()}
+    )[1]
+    assert_same(grads, {f"lin.{name}": grad for name, grad in expected.items()})
+
+
+def test_a_checkpoint_around_the_call_is_the_call() -> None:
+    model, x = functionalize(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())), batch()
+
+    def out(params: Tensors) -> torch.Tensor:
+        return model.apply(params, {}, x, seed=0, train=True)[0].square()
+
+    expected = value_and_grad(lambda params: out(params).sum())(model.params)
+    found = value_and_grad(lambda params: checkpoint(out, params, use_reentrant=False).sum())(model.params)
+    assert_same(found, expected)
+
+
+def test_tensors_in_plain_attributes_are_copied_once() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.table = torch.arange(4.0)
+    module.tables = {"a": torch.arange(3.0)}
+    model = functionalize(module)
+    module.table.zero_()
+    parts = [vars(skeleton.module) for skeleton in model._skeletons.values()]
+    assert len({part["table"].data_ptr() for part in parts} | {part["tables"]["a"].data_ptr() for part in parts}) == 2
+    assert_same(parts[0]["table"], torch.arange(4.0))
+
+
+@pytest.mark.mixed_dtypes
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
+def test_a_residual_that_a_norm_returns_keeps_its_precision(residual: torch.dtype) -> None:
+    class AddRMSNorm(nn.RMSNorm):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+            total = x + residual
+            return super().forward(total), total
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.lin = AddRMSNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+            out, residual = self.norm(x, residual)
+            return self.lin(out), residual
+
+    model = functionalize(Outer())
+    params, _ = with_norms_in_full(model, torch.bfloat16)
+    x, given = batch().bfloat16(), (batch() + 100).to(residual)
+    out, total = model.apply(params, {}, x, given)[0]
+    assert out.dtype == torch.bfloat16
+    assert_same(total, (x.float() + given.float()).to(residual))

@@ -221,7 +221,8 @@ def test_mask_drops_at_the_rate(seed: int, p: float) -> None:
 @given(int64)
 def test_mask_at_the_ends(seed: int) -> None:
     assert random.keep_mask(seed, (1000,), 0.0).all()
-    assert not random.keep_mask(seed, (1000,), 1.0).any()
+    for p in (1.0, math.nextafter(1.0, 0.0), 1 - 2**-34):
+        assert not random.keep_mask(seed, (1000,), p).any()
 
 
 def test_mask_is_the_words_as_signed_numbers_against_a_threshold() -> None:
@@ -310,6 +311,23 @@ def test_seeds_are_integers(seed: object) -> None:
             call()
     with pytest.raises(TypeError, match="data must"):
         random.fold_in(0, seed)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64, -(2**63) - 1])
+def test_seeds_take_64_bits(seed: int) -> None:
+    for call in (lambda: random.bits(seed, (2,)), lambda: random.fold_in(seed, 0), lambda: random.as_seed(seed)):
+        with pytest.raises(ValueError, match=rf"seed must be from -2\^63 to 2\^63 - 1, got {seed}"):
+            call()
+    with pytest.raises(ValueError, match="data must be from"):
+        random.fold_in(0, seed)
+    assert random.as_seed(2**63 - 1) == 2**63 - 1
+    assert random.as_seed(-(2**63)) == -(2**63)
+
+
+def test_compiled_seeds_are_checked_too() -> None:
+    compiled = torch.compile(lambda seed: random.bits(seed, (2,)), backend="eager", fullgraph=True)
+    for seed in (3, 4, 5, -(2**63), 2**63 - 1):
+        assert torch.equal(compiled(seed), random.bits(seed, (2,)))
 
 
 def test_seeds_have_no_dimensions() -> None:

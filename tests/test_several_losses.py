@@ -331,14 +331,10 @@ def test_alternating_updates_are_two_steps():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"loss_scale": {"main": 1.0}},
-            KeyError,
-            r"loss_scale names the losses \['main'\], loss_fn names \['main', 'probe'\]",
-        ),
-        ({"has_aux": {"main": True, "prob": False}}, KeyError, r"has_aux names the losses \['main', 'prob'\]"),
-        ({"skip_nonfinite": {}}, KeyError, r"skip_nonfinite names the losses \[\]"),
-        ({"uses": {"main": ["encoder"]}}, KeyError, r"uses names the losses \['main'\]"),
+        ({"loss_scale": {"mian": 1.0}}, KeyError, r"names the losses \['mian'\]; loss_fn names \['main', 'probe'\]"),
+        ({"has_aux": {"main": True, "prob": False}}, KeyError, r"has_aux names the losses \['prob'\]"),
+        ({"skip_nonfinite": {"prob": True}}, KeyError, r"skip_nonfinite names the losses \['prob'\]"),
+        ({"uses": {"mian": ["encoder"]}}, KeyError, r"uses names the losses \['mian'\]"),
         ({"uses": {**USES, "main": ["decoder"]}}, KeyError, r"uses\['main'\] names \['decoder'\]; the optimizers are"),
         ({"uses": {**USES, "main": ["head"]}}, KeyError, r"no loss uses the optimizers \['encoder'\]"),
         ({"uses": {**USES, "main": "head"}}, TypeError, r"uses\['main'\] must be a list"),

@@ -396,3 +396,12 @@ def test_accumulation_compiles_twice_for_all_sizes_of_batch():
     for size in range(2, 26, 2):
         state, _ = step(state, torch.randn(size, 3))
     assert counter.frame_count <= 2
+
+
+def test_a_mapped_step_can_be_compiled():
+    step = fmp.train_step(lambda w, b: ((b @ w) ** 2).mean(), fmp.optim.sgd(0.1))
+    states = torch.func.vmap(step.init)(torch.randn(3, 2))
+    batches = torch.randn(3, 4, 2)
+    expected, _ = torch.func.vmap(step)(states, batches)
+    found, _ = torch.compile(torch.func.vmap(step), backend="aot_eager", fullgraph=True)(states, batches)
+    torch.testing.assert_close(found.params, expected.params)

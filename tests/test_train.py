@@ -31,7 +31,7 @@ def loss_fn(params, batch):
         ({"loss_scale": -1.0}, ValueError, "must be positive"),
         ({"loss_scale": 0}, ValueError, "must be positive"),
         ({"loss_scale": fmp.DynamicLossScale}, TypeError, "loss scale must be"),
-        ({"loss_scale": {"main": 1.0}}, KeyError, r"loss_scale names the losses \['main'\]"),
+        ({"loss_scale": {"main": 1.0}}, KeyError, "there is one loss_fn"),
         ({"accumulate": 0}, ValueError, "accumulate must be a whole number of microbatches, at least 1, got 0"),
         ({"accumulate": -2}, ValueError, "accumulate must be .* got -2"),
         ({"accumulate": 2.0}, ValueError, "accumulate must be .* got 2.0"),
@@ -74,3 +74,45 @@ def test_the_dictionaries_given_can_be_changed_afterwards():
         changed.clear()
     state, _ = step(step.init({"w": torch.ones(1)}), torch.ones(1))
     assert state.params["w"] == 0.5
+
+
+def test_dictionaries_by_loss_may_name_some_of_the_losses():
+    losses = {"g": lambda p, b: (p["g"].sum(), "aux"), "d": lambda p, b: p["d"].sum()}
+    optimizers = {"g": fmp.optim.sgd(0.1), "d": fmp.optim.sgd(0.1)}
+    step = fmp.train_step(
+        losses, optimizers, has_aux={"g": True}, loss_scale={"d": 8.0}, skip_nonfinite={"g": True}, uses={"d": ["d"]}
+    )
+    _, metrics = step(step.init({"g": torch.ones(1), "d": torch.ones(1)}), None)
+    assert metrics.aux == {"g": "aux", "d": None}
+    assert (metrics.loss_scale["g"], metrics.loss_scale["d"]) == (1, 8)
+    assert step.config.skips == {"g": True, "d": True}
+    assert step.config.uses == {"g": ("g", "d"), "d": ("d",)}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fmp.train_step(plain, fmp.optim.sgd(0.1), loss_scale={"d": 1.0}), KeyError, "there is one loss_fn"),
+        (lambda: step_of(plain).init(torch.nn.Linear(1, 1)), TypeError, r"fmp\.functionalize\(module\)\.params"),
+        (lambda: step_of(plain)(step_of(plain).init(W), {"x": W.numpy()}), TypeError, "x is a numpy array"),
+        (lambda: two({"a": pair, "b": plain}), TypeError, r"loss_fn\['a'\] must return the loss alone .* returned 2"),
+        (lambda: two({"a": plain, "b": lambda w, b: 3}), TypeError, r"loss_fn\['b'\] must return the loss as"),
+    ],
+)
+def test_mistakes_of_a_newcomer_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+W = torch.ones(2)
+plain = lambda w, b: w.sum()
+pair = lambda w, b: (w.sum(), "aux")
+
+
+def step_of(loss_fn):
+    return fmp.train_step(loss_fn, fmp.optim.sgd(0.1))
+
+
+def two(losses):
+    step = step_of(losses)
+    return step(step.init(W), None)

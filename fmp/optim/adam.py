@@ -108,7 +108,8 @@ def adamw(
         The optimizer; its state is an `AdamState`.
 
     Raises:
-        ValueError: If `b1` or `b2` is outside [0, 1), or another number is negative or not finite.
+        ValueError: If `b1` or `b2` is outside [0, 1), or another number is negative or not finite; or if the mask does
+            not fit the parameters, or none of its patterns matches any of them (when `init` or `update` is called).
 
     Example:
         >>> tx = adamw(0.1, weight_decay=0.5, mask=["*.weight"])

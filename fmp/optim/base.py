@@ -8,6 +8,7 @@ import torch
 
 from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
+from fmp.optim import checks
 
 T = TypeVar("T")
 Tree = Any
@@ -43,6 +44,9 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     Returns:
         The new parameters, each with its old dtype. The sum is taken in float32 or wider.
 
+    Raises:
+        ValueError: If an update has not the shape of its parameter.
+
     Example:
         >>> apply_updates({"w": torch.ones(2), "ids": torch.arange(2)}, {"w": torch.full((2,), 0.5), "ids": None})
         {'w': tensor([1.5000, 1.5000]), 'ids': tensor([0, 1])}
@@ -51,6 +55,10 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     def add(param: Any, update: Any) -> Any:
         if update is None:
             return param
+        if update.shape != param.shape:
+            pairs = zip(tree.items(params), tree.leaves(updates), strict=True)
+            path = next(path for (path, leaf), other in pairs if leaf is param and other is update)
+            raise ValueError(f"{path}: the update is {tree.describe(update)}, the parameter {tree.describe(param)}")
         wide = full_precision(param.dtype)
         return (param.to(wide) + update.to(wide)).to(param.dtype)
 
@@ -83,25 +91,37 @@ def update_leaves(
     Args:
         fn: `fn(grad, param, *state, *given) -> (update, *state)`. The gradient comes in the dtype of the moments, which
             is the parameter's or float32, whichever is wider.
-        grads: The gradients. Where one is None, or the parameter is not a floating-point tensor, the update is None and
-            the state stays as it is.
+        grads: The gradients. Where one is None, the update is None and the state stays as it is.
         params: The parameters.
         *states: The trees of state that `fn` takes and returns.
         given: What else `fn` takes, such as a mask: sequences with an entry for each leaf.
 
     Returns:
         The tree of updates, then the new trees of state.
+
+    Raises:
+        TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex.
     """
 
     def update_leaf(grad: Any, param: Any, *rest: Any) -> tuple[Any, ...]:
-        if grad is None or not is_castable(param):
+        if grad is None:
             return (None, *rest[: len(states)])
         return fn(grad.to(full_precision(param.dtype)), param, *rest)
 
     grad_leaves, spec = tree.flatten(grads)
     columns = [spec.flatten_up_to(other) for other in (params, *states)]
+    _check_trainable(grads, grad_leaves, columns[0])
     results = [update_leaf(*row) for row in zip(grad_leaves, *columns, *given, strict=True)]
     return tuple(tree.unflatten(spec, [result[i] for result in results]) for i in range(1 + len(states)))
+
+
+def _check_trainable(grads: Tree, grad_leaves: list[Any], param_leaves: list[Any]) -> None:
+    for index, (grad, param) in enumerate(zip(grad_leaves, param_leaves, strict=True)):
+        if grad is not None and (not is_castable(param) or grad.dtype.is_complex):
+            raise TypeError(
+                f"{tree.paths(grads)[index]}: a leaf {tree.describe(param)} has the gradient {tree.describe(grad)}, "
+                "but only real floats are trained; freeze it, or split it into its real and imaginary parts"
+            )
 
 
 def per_dtype(fn: Callable[[torch.dtype], T], params: Tree) -> dict[torch.dtype, T]:
@@ -124,8 +144,16 @@ def scheduled(value: ScalarOrSchedule, count: torch.Tensor) -> Scalar:
     Args:
         value: The number, 0-dim tensor, or schedule.
         count: i32[], the number of updates made so far.
+
+    Raises:
+        TypeError: If a schedule returns neither a number nor a tensor.
+        ValueError: If it returns a tensor with dimensions, which would change the shape of 0-dim parameters.
     """
-    return value(count) if callable(value) else value
+    if not callable(value):
+        return value
+    found = value(count)
+    checks.number("the value of a schedule", found)
+    return found
 
 
 def in_dtype(value: Scalar, dtype: torch.dtype) -> Scalar:

@@ -7,6 +7,9 @@ import torch
 
 from fmp import tree
 
+_LARGEST_INT = torch.iinfo(torch.int64).max
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+
 
 def number(name: str, value: Any, *, low: float = 0.0, below: float = math.inf) -> None:
     """Checks one hyper-parameter.
@@ -19,7 +22,7 @@ def number(name: str, value: Any, *, low: float = 0.0, below: float = math.inf) 
 
     Raises:
         TypeError: If `value` is neither a number nor a tensor.
-        ValueError: If the number lies outside the bounds or is NaN, or the tensor has dimensions.
+        ValueError: If the number lies outside the bounds, is NaN or too large for torch, or the tensor has dimensions.
 
     Example:
         >>> number("b1", 1.0, below=1.0)
@@ -35,6 +38,10 @@ def number(name: str, value: Any, *, low: float = 0.0, below: float = math.inf) 
     if not low <= value < below:
         bound = "finite" if below == math.inf else f"below {below}"
         raise ValueError(f"{name} must be at least {low} and {bound}, got {value}")
+    # torch computes with floats as float32, and with ints as int64.
+    largest = _LARGEST_INT if isinstance(value, int) else _LARGEST_FLOAT
+    if value > largest:
+        raise ValueError(f"{name} must be at most {largest} if it is a {type(value).__name__}, got {value}")
 
 
 def number_or_schedule(name: str, value: Any) -> None:
@@ -53,9 +60,10 @@ def steps(name: str, value: Any, *, low: int) -> None:
 
     Raises:
         TypeError: If `value` is not an int.
-        ValueError: If it is below `low`.
+        ValueError: If it is below `low`, or too large for int64.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, got {value}")
+    if not low <= value <= _LARGEST_INT:
+        bound = f"at least {low}" if value < low else f"at most {_LARGEST_INT}"
+        raise ValueError(f"{name} must be {bound}, got {value}")

@@ -23,7 +23,8 @@ def freeze(mask: Mask) -> GradientTransformation:
 
     Raises:
         TypeError: If the mask holds or returns something other than bools.
-        ValueError: If its structure does not fit the parameters (when `init` or `update` is called).
+        ValueError: If its structure does not fit the parameters, or none of its patterns matches any of them (when
+            `init` or `update` is called).
 
     Example:
         >>> import torch, fmp.optim as optim

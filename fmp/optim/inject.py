@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fmp import tree
-from fmp.optim.base import GradientTransformation, zero_count
+from fmp.optim.base import GradientTransformation, scheduled, zero_count
 
 Tree = Any
 
@@ -94,4 +94,4 @@ def _scalar(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _asked(schedules: dict[str, Callable[[torch.Tensor], Any]], count: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: torch.as_tensor(schedule(count)).to(torch.float32) for name, schedule in schedules.items()}
+    return {name: torch.as_tensor(scheduled(each, count)).to(torch.float32) for name, each in schedules.items()}

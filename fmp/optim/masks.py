@@ -9,6 +9,8 @@ from fmp.patterns import matcher
 Tree = Any
 Mask = Tree | Iterable[str] | Callable[[str], bool]
 
+_SHOWN = 5
+
 
 def selector(mask: Mask, name: str) -> Callable[[Tree], list[bool]]:
     """Turns a mask into a function that says for each leaf of a tree whether it is meant.
@@ -25,7 +27,8 @@ def selector(mask: Mask, name: str) -> Callable[[Tree], list[bool]]:
 
     Raises:
         TypeError: If the mask holds or returns something other than bools.
-        ValueError: If its structure does not fit the tree (when the function is called).
+        ValueError: If its structure does not fit the tree, or none of its patterns matches any path of a tree that is
+            not empty (when the function is called).
 
     Example:
         >>> selector(["*.norm"], "mask")({"norm": {"weight": 0, "bias": 1}, "weight": 2})
@@ -38,7 +41,7 @@ def selector(mask: Mask, name: str) -> Callable[[Tree], list[bool]]:
     if callable(mask):
         return _by_path(mask, name)
     if isinstance(mask, str) or _is_patterns(mask):
-        return _by_path(matcher(mask), name)
+        return _by_patterns(mask, name)
     for path, flag in tree.items(mask):
         _checked_flag(flag, path, name)
     return lambda params: broadcast(mask, params, name)
@@ -71,6 +74,21 @@ def broadcast(prefix: Tree, full: Tree, name: str) -> list[Any]:
 
 def _by_path(meant: Callable[[str], Any], name: str) -> Callable[[Tree], list[bool]]:
     return lambda params: [_checked_flag(meant(path), path, name) for path in tree.paths(params)]
+
+
+def _by_patterns(patterns: Iterable[str], name: str) -> Callable[[Tree], list[bool]]:
+    matches, given = matcher(patterns), list(patterns)
+
+    def select(params: Tree) -> list[bool]:
+        flags = [matches(path) for path in tree.paths(params)]
+        # In a tree of holes, the leaves may be somewhere else.
+        if given and not any(flags) and any(leaf is not None for leaf in tree.leaves(params)):
+            paths = tree.paths(params)
+            more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+            raise ValueError(f"{name}: none of the patterns {given} matches a path; there are {paths[:_SHOWN]}{more}")
+        return flags
+
+    return select
 
 
 def _is_patterns(mask: Any) -> bool:

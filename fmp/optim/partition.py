@@ -80,9 +80,15 @@ def partition(transformations: Mapping[str, GradientTransformation], labels: Lab
         else:
             found = broadcast(labels, params, "labels")
         for path, leaf, label in zip(paths, leaves, found, strict=True):
-            if leaf is not None and label not in transformations:
-                raise KeyError(f"{path}: no optimizer for the label {label!r}; there are {sorted(transformations)}")
+            if leaf is not None and not has_group(label):
+                raise KeyError(f"{path}: no optimizer for the label {label!r}; there are {list(transformations)}")
         return found
+
+    def has_group(label: Any) -> bool:
+        try:
+            return label in transformations
+        except TypeError:  # A list, for example, cannot be looked up.
+            return False
 
     return GradientTransformation(init, update)
 

@@ -11,6 +11,8 @@ import torch
 from fmp.optim import checks
 from fmp.optim.base import Schedule
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def constant(value: float) -> Schedule:
     """Makes a schedule that always has the same value.
@@ -58,9 +60,11 @@ def linear(init_value: float, end_value: float, transition_steps: int, transitio
     checks.steps("transition_begin", transition_begin, low=0)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
-        progress = _since(count, transition_begin) / transition_steps
+        since = _since(count, transition_begin)
+        progress = since.to(torch.float32) / transition_steps
         start, end = torch.full_like(progress, init_value), torch.full_like(progress, end_value)
-        return torch.lerp(start, end, progress.clamp(max=1.0))
+        # A quotient that should be 1 may be rounded.
+        return torch.where(since < transition_steps, torch.lerp(start, end, progress.clamp(max=1.0)), end)
 
     return schedule
 
@@ -106,10 +110,11 @@ def exponential_decay(
         checks.number("end_value", end_value)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
-        exponent = _since(count, transition_begin) / transition_steps
-        if staircase:
-            exponent = exponent.floor()
-        value = init_value * torch.exp(exponent * math.log(decay_rate))
+        since = _since(count, transition_begin)
+        exponent = since // transition_steps if staircase else since.to(torch.float32) / transition_steps
+        # The root of the factor, twice, and kept finite: 0 * inf would be NaN.
+        root = torch.exp(exponent.to(torch.float32) * (0.5 * math.log(decay_rate))).clamp(max=_LARGEST)
+        value = init_value * root * root
         if end_value is None:
             return value
         return value.clamp(min=end_value) if decay_rate < 1 else value.clamp(max=end_value)
@@ -168,14 +173,15 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     def schedule(count: torch.Tensor) -> torch.Tensor:
         value = first(count)
         for begin, part in zip(boundaries, later, strict=True):
-            value = torch.where(count < begin, value, part((count - begin).clamp(min=0)))
+            value = torch.where(count.long() < begin, value, part(_since(count, begin).to(count.dtype)))
         return value
 
     return schedule
 
 
 def _since(count: torch.Tensor, begin: int) -> torch.Tensor:
-    return (count - begin).clamp(min=0).to(torch.float32)
+    # In int32, a beginning from 2**31 on would wrap around.
+    return (count.long() - begin).clamp(min=0)
 
 
 def _check_boundaries(name: str, pieces: Sequence[object], boundaries: Sequence[int]) -> None:

@@ -30,10 +30,13 @@ class SgdState:
     Attributes:
         count: i32[], the number of updates made.
         momentum: The running sum of gradients of each parameter, in float32 or wider; None without momentum.
+        ages: i32[] a parameter, the number of updates that it has had, which says whose first gradient is not dampened;
+            None without dampening.
     """
 
     count: torch.Tensor
     momentum: Tree
+    ages: Tree = None
 
 
 def sgd(
@@ -47,7 +50,7 @@ def sgd(
     """Makes stochastic gradient descent, as `torch.optim.SGD` defines it.
 
         g = g + weight_decay * p
-        m = momentum * m + (1 - dampening) * g          (the first time, m = g)
+        m = momentum * m + (1 - dampening) * g          (a parameter's first time, m = g)
         p = p - learning_rate * (g + momentum * m if nesterov else m)
 
     Args:
@@ -61,7 +64,8 @@ def sgd(
         The optimizer; its state is an `SgdState`.
 
     Raises:
-        ValueError: If a number is negative or not finite, or `nesterov` comes without momentum or with dampening.
+        ValueError: If a number is negative or not finite, or `nesterov` comes without momentum, or with a dampening
+            that is a number other than 0.
 
     Example:
         >>> tx = sgd(0.1, momentum=0.9)
@@ -76,16 +80,19 @@ def sgd(
     if momentum is not None:
         checks.number("momentum", momentum)
         momentum = None if is_off(momentum) else momentum
-    if nesterov and (momentum is None or not is_off(dampening)):
+    dampened = momentum is not None and not is_off(dampening)
+    # The value of a tensor is never looked at; it may well be 0.
+    if nesterov and (momentum is None or (dampened and not isinstance(dampening, torch.Tensor))):
         raise ValueError(f"nesterov=True needs momentum and no dampening, got {momentum=} and {dampening=}")
 
     def init(params: Tree) -> SgdState:
-        return SgdState(count=zero_count(params), momentum=None if momentum is None else zeros(params))
+        totals = None if momentum is None else zeros(params)
+        ages = tree.map(lambda total: None if total is None else zero_count(total), totals) if dampened else None
+        return SgdState(count=zero_count(params), momentum=totals, ages=ages)
 
     def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
-        gains = {} if is_off(dampening) else per_dtype(lambda dtype: gain_for(dtype, state.count), params)
 
         def decayed(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
             return grad if is_off(weight_decay) else add_scaled(grad, weight_decay, param)
@@ -96,19 +103,30 @@ def sgd(
         def with_momentum(
             grad: torch.Tensor, param: torch.Tensor, total: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            assert momentum is not None
             grad = decayed(grad, param)
-            total = add_scaled(grad * gains[grad.dtype] if gains else grad, momentum, total)
+            return moved(grad, grad, total)
+
+        def with_dampening(
+            grad: torch.Tensor, param: torch.Tensor, total: torch.Tensor, age: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            grad = decayed(grad, param)
+            gain = torch.where(age == 0, torch.ones_like(age, dtype=grad.dtype), 1.0 - in_dtype(dampening, grad.dtype))
+            return *moved(grad, grad * gain, total), age + 1
+
+        def moved(grad: torch.Tensor, added: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            assert momentum is not None
+            total = add_scaled(added, momentum, total)
             direction = add_scaled(grad, momentum, total) if nesterov else total
             return direction * -rates[grad.dtype], total
 
+        count = state.count + 1
         if momentum is None:
             (updates,) = update_leaves(plain, grads, params)
-            return updates, SgdState(count=state.count + 1, momentum=None)
-        updates, totals = update_leaves(with_momentum, grads, params, state.momentum)
-        return updates, SgdState(count=state.count + 1, momentum=totals)
-
-    def gain_for(dtype: torch.dtype, count: torch.Tensor) -> torch.Tensor:
-        return torch.where(count == 0, torch.ones_like(count, dtype=dtype), 1.0 - in_dtype(dampening, dtype))
+            return updates, SgdState(count, momentum=None)
+        if not dampened:
+            updates, totals = update_leaves(with_momentum, grads, params, state.momentum)
+            return updates, SgdState(count, totals)
+        updates, totals, ages = update_leaves(with_dampening, grads, params, state.momentum, state.ages)
+        return updates, SgdState(count, totals, ages)
 
     return GradientTransformation(init, update)

@@ -28,6 +28,9 @@ _KEYS = {
     "scale": "loss_scale",
 }
 
+# Formats with more than one number in a byte; not every release of torch has one.
+_PACKED = frozenset({getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)})
+
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy:
@@ -220,6 +223,8 @@ def as_dtype(name: str, value: Any) -> torch.dtype | None:
         raise type(error)(f"{name}: {error}") from None
     if not dtype.is_floating_point:
         raise ValueError(f"{name} must be a floating-point dtype, got {short_name(dtype)}")
+    if dtype in _PACKED:
+        raise ValueError(f"{name}: torch cannot cast to {short_name(dtype)}, which packs several numbers into a byte")
     return dtype
 
 

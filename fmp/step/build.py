@@ -35,6 +35,8 @@ class TrainStep:
         advance: The algorithm, `fmp.step.advance.advance` or a compiled form of it.
     """
 
+    __name__ = "train_step"  # for torch.func.vmap, which would ask for a repr otherwise
+
     config: StepConfig
     donate: bool
     advance: Callable[[StepConfig, TrainState, Tree, Tree], tuple[TrainState, Metrics]]
@@ -45,7 +47,8 @@ class TrainStep:
         Args:
             state: The state, from `init` or from the step before.
             batch: Any tree of tensors; the policy casts its floating-point leaves.
-            frozen: Passed to the loss function if it takes it; cast like the parameters, not differentiated.
+            frozen: Passed to the loss function if it takes it; not differentiated. Cast like the parameters, by name:
+                nest it (`{"generator": ...}`) where names of the policy's `keep_full` might hit it.
 
         Returns:
             The next state, and the metrics of this step.
@@ -135,9 +138,10 @@ def train_step(
         scaler    = scaler.adjust(finite)
 
     A skipped step leaves every leaf bit-identical, step count, schedule and buffers included; only the loss scale, its
-    count and `skip_count` move. The step makes no host sync, works under `torch.func.vmap` (one state a member, each
-    with its own loss scale), and never changes its inputs; a loss function must not write into them either, except into
-    its buffers, which are copies. `torch.func` can differentiate a step, `.backward()` cannot.
+    count and `skip_count` move. The step makes no host sync and never changes its inputs; a loss function must not
+    write into them either, except into its buffers, which are copies. `torch.func` can differentiate a step,
+    `.backward()` cannot. Under `torch.func.vmap` each member has its own state and loss scale; `torch.compile` may go
+    around that, but a step with `compile=True` cannot be mapped.
 
     Buffers are cast like parameters. What a model accumulates in them, such as BatchNorm statistics, stalls in 16 bits:
     name these buffers in the policy's `keep_full`, as `fmp.opt_level("O2", keep_full=module)` does.
@@ -154,16 +158,18 @@ def train_step(
             loss is best reduced in float32: one in float16 can be scaled by 2^15 at most.
         optimizer: Changes the parameters.
         policy: The precision policy; None computes in the parameters' own dtypes.
-        loss_scale: `"dynamic"`, a number, a scaler, or None for what the policy says.
+        loss_scale: `"dynamic"`, a number, None for what the policy says, or a scaler, also one of your own (see
+            `fmp.scaling.LossScale`).
         accumulate: The number of microbatches that dimension 0 of the batch is split into. Gradients are averaged in
             float32; one bad microbatch skips the whole step.
         microbatch_weight: Gives the weight of a microbatch (a scalar tensor), for example its number of valid tokens.
             One of weight zero counts for nothing, whatever its loss.
         clip_norm: The largest norm of the unscaled gradients, for each optimizer on its own.
         ema: The decay of a moving average of the parameters, kept in `state.ema`.
-        has_aux: Whether the loss function returns auxiliary output, which comes back in the metrics.
-        skip_nonfinite: Whether to skip a step with non-finite gradients. By default a static or dynamic loss scale
-            skips, no loss scale does not.
+        has_aux: Whether the loss function returns auxiliary output, which comes back in the metrics; stacked along a
+            new dimension 0 if there are microbatches.
+        skip_nonfinite: Whether to skip a step with non-finite gradients. By default every scaler skips except
+            `NoOpLossScale`.
         uses: Which groups of parameters each loss changes.
         donate: Free the old state during the step. It cannot be used afterwards; trying raises `DonatedStateError`. An
             error in the loss function leaves it usable, unless the step is compiled.
@@ -204,15 +210,17 @@ def train_step(
 
     names = list(loss_fns)
     default_scale = None if policy is None else policy.loss_scale
-    specs = {name: default_scale if spec is None else spec for name, spec in _by_loss("loss_scale", loss_scale, names)}
+    specs = {
+        name: default_scale if spec is None else spec for name, spec in _by_loss("loss_scale", loss_scale, names, None)
+    }
     scalers = {name: parse_loss_scale(spec) for name, spec in specs.items()}
     skips = {
         name: not isinstance(scalers[name], NoOpLossScale) if skip is None else _checked_flag("skip_nonfinite", skip)
-        for name, skip in _by_loss("skip_nonfinite", skip_nonfinite, names)
+        for name, skip in _by_loss("skip_nonfinite", skip_nonfinite, names, None)
     }
-    aux = {name: _checked_flag("has_aux", flag) for name, flag in _by_loss("has_aux", has_aux, names)}
+    aux = {name: _checked_flag("has_aux", flag) for name, flag in _by_loss("has_aux", has_aux, names, False)}
     config = StepConfig(
-        losses={name: Loss.of(fn, aux[name]) for name, fn in loss_fns.items()},
+        losses={name: Loss.of(fn, aux[name], _at(name)) for name, fn in loss_fns.items()},
         optimizers=optimizers,
         scalers=scalers,
         skips=skips,
@@ -230,12 +238,14 @@ def train_step(
     )
 
 
-def _by_loss(argument: str, value: Any, names: list[str]) -> list[tuple[str, Any]]:
+def _by_loss(argument: str, value: Any, names: list[str], default: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         return [(name, value) for name in names]
-    if value.keys() != set(names):
-        raise KeyError(f"{argument} names the losses {sorted(value)}, loss_fn names {sorted(names)}")
-    return [(name, value[name]) for name in names]
+    if names == [ONLY]:
+        raise KeyError(f"{argument} is a dictionary, but there is one loss_fn; give the value itself")
+    if unknown := value.keys() - set(names):
+        raise KeyError(f"{argument} names the losses {sorted(unknown)}; loss_fn names {sorted(names)}")
+    return [(name, value.get(name, default)) for name in names]
 
 
 def _checked_uses(
@@ -245,8 +255,9 @@ def _checked_uses(
         return {name: tuple(keys) for name in names}
     if not isinstance(uses, Mapping):
         raise TypeError(f"uses must be a dictionary from a loss to its optimizer keys, got {uses!r}")
-    if uses.keys() != set(names):
-        raise KeyError(f"uses names the losses {sorted(uses)}, loss_fn names {sorted(names)}")
+    if unknown := uses.keys() - set(names):
+        raise KeyError(f"uses names the losses {sorted(unknown)}; loss_fn names {sorted(names)}")
+    uses = {name: uses.get(name, keys) for name in names}
     for name, used in uses.items():
         if isinstance(used, str) or not used:
             raise TypeError(f"uses[{name!r}] must be a list of at least one optimizer key, got {used!r}")
@@ -254,7 +265,7 @@ def _checked_uses(
             raise KeyError(f"uses[{name!r}] names {sorted(unknown)}; the optimizers are {sorted(keys)}")
     if unused := set(keys) - {key for used in uses.values() for key in used}:
         raise KeyError(f"no loss uses the optimizers {sorted(unused)}; take them out or name them in `uses`")
-    return {name: tuple(uses[name]) for name in names}
+    return {name: tuple(used) for name, used in uses.items()}
 
 
 def _check_names(argument: str, mapping: Mapping[str, Any], named: bool) -> None:
@@ -300,6 +311,8 @@ def _check_call(config: StepConfig, state: Any, batch: Tree, frozen: Tree) -> No
     if frozen is not None and not any("frozen" in loss.keywords for loss in config.losses.values()):
         raise ValueError("the step got frozen=..., but no loss_fn takes the keyword argument `frozen`")
     for path, leaf in tree.items(batch):
+        if type(leaf).__module__ == "numpy":
+            raise TypeError(f"batch: {path or 'it'} is a numpy array; pass tensors, with torch.from_numpy")
         fields = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if is_dataclass(leaf) else ()
         if any(isinstance(field, torch.Tensor) for field in fields):
             raise TypeError(

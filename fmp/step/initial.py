@@ -93,6 +93,8 @@ def _checked_seed(seed: Any) -> int | torch.Tensor:
 
 
 def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
+    if isinstance(params, torch.nn.Module):
+        raise TypeError("params is an nn.Module; pass the parameters of a function: fmp.functionalize(module).params")
     for argument, value in (("params", params), ("buffers", buffers)):
         for path, leaf in tree.items(value):
             if leaf is not None and not isinstance(leaf, torch.Tensor):

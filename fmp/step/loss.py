@@ -35,14 +35,16 @@ class Loss:
             `loss`, `(loss, aux)`, or, if it takes buffers, `(loss, buffers)` or `(loss, buffers, aux)`.
         has_aux: Whether the function returns auxiliary output.
         keywords: Those of `buffers`, `seed` and `frozen` that the function names.
+        where: What to call it in messages: `['name']` if it is one of several.
     """
 
     fn: LossFn
     has_aux: bool
     keywords: frozenset[str]
+    where: str = ""
 
     @classmethod
-    def of(cls, fn: LossFn, has_aux: bool) -> "Loss":
+    def of(cls, fn: LossFn, has_aux: bool, where: str = "") -> "Loss":
         """Looks up the keywords of a loss function.
 
         Raises:
@@ -56,7 +58,7 @@ class Loss:
             names = set()
         # What a partial has filled in already is the caller's choice, not ours.
         bound = fn.keywords if isinstance(fn, functools.partial) else {}
-        return cls(fn, has_aux, frozenset({"buffers", "seed", "frozen"} & (names - bound.keys())))
+        return cls(fn, has_aux, frozenset({"buffers", "seed", "frozen"} & (names - bound.keys())), where)
 
     def __call__(self, params: Tree, batch: Tree, **available: Any) -> LossOutput:
         """Evaluates the loss with those of the available keywords that it takes."""
@@ -66,14 +68,15 @@ class Loss:
         parts: tuple[Any, ...] = output if isinstance(output, tuple) else (output,)
         if len(parts) != expected:
             names = ["loss", *["buffers"] * takes_buffers, *["aux"] * self.has_aux]
+            wanted = f"({', '.join(names)})" if len(names) > 1 else "the loss alone"
             raise TypeError(
-                f"loss_fn must return ({', '.join(names)}) as it {'takes' if takes_buffers else 'does not take'} "
+                f"loss_fn{self.where} must return {wanted} as it {'takes' if takes_buffers else 'does not take'} "
                 f"buffers and has_aux={self.has_aux}; it returned {len(parts)} value(s)"
             )
         loss = parts[0]
         if not is_castable(loss):
             raise TypeError(
-                f"loss_fn must return the loss as a floating-point scalar tensor, got {tree.describe(loss)}"
+                f"loss_fn{self.where} must return the loss as a floating-point scalar tensor, got {tree.describe(loss)}"
             )
         buffers = parts[1] if takes_buffers else available["buffers"]
         return LossOutput(loss, buffers, parts[-1] if self.has_aux else None)

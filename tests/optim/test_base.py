@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from fmp import tree
+from fmp import optim, tree
 from fmp.optim import apply_updates
 from fmp.optim.base import (
     add_scaled,
@@ -42,6 +42,13 @@ def test_apply_updates_rounds_once():
     assert apply_updates(param, torch.tensor([0.0039])).item() == 1.0
 
 
+def test_an_update_of_another_shape_is_refused():
+    params = {"a": torch.ones(2), "b": torch.ones(4, 16), "c": torch.ones(4, 16)}
+    updates = {"a": torch.ones(2), "b": None, "c": torch.ones(1, 16)}
+    with pytest.raises(ValueError, match=r"c: the update is f32\[1,16\], the parameter f32\[4,16\]"):
+        apply_updates(params, updates)
+
+
 def test_apply_updates_keeps_dtypes_and_holes():
     updates = {"half": torch.full((2,), 0.5), "double": torch.full((2,), 0.5), "ids": None}
     found = apply_updates(ALL, updates)
@@ -63,7 +70,7 @@ def test_zero_count_is_a_32_bit_scalar():
 
 
 def test_update_leaves_casts_gradients_to_the_moments():
-    grads = {"half": torch.ones(2, dtype=torch.float64), "double": torch.ones(2), "ids": torch.ones(2)}
+    grads = {"half": torch.ones(2, dtype=torch.float64), "double": torch.ones(2), "ids": None}
     seen = []
 
     def update(grad, param, moment, flag):
@@ -76,9 +83,32 @@ def test_update_leaves_casts_gradients_to_the_moments():
     assert moments["ids"] is None
 
 
-def test_update_leaves_skips_complex_parameters():
-    values = {"w": torch.ones(2, dtype=torch.complex64)}
-    assert update_leaves(lambda grad, param: (grad,), values, values) == ({"w": None},)
+@pytest.mark.parametrize(
+    ("param", "grad", "message"),
+    [
+        (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64), r"c64\[2\] has the gradient c64"),
+        (torch.ones(2), torch.ones(2, dtype=torch.complex64), r"f32\[2\] has the gradient c64"),
+        (torch.arange(2), torch.ones(2), r"i64\[2\] has the gradient f32"),
+        (None, torch.ones(2), "None has the gradient f32"),
+    ],
+    ids=["complex", "complex gradient", "integer", "none"],
+)
+def test_update_leaves_refuses_to_pass_over_a_gradient(param, grad, message):
+    values, grads = {"a": torch.ones(1), "b": {"w": param}}, {"a": torch.ones(1), "b": {"w": grad}}
+    with pytest.raises(TypeError, match=f"b/w: a leaf {message}.*freeze it, or split it"):
+        update_leaves(lambda grad, param: (grad,), grads, values)
+
+
+@pytest.mark.parametrize("make", [optim.sgd, optim.adam, optim.adamw])
+def test_a_complex_parameter_may_be_frozen(make):
+    values = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex64)}
+    tx = optim.chain(optim.freeze(["c"]), make(0.1))
+    updates, _ = tx.update(values, tx.init(values), values)
+    assert updates["w"].all()
+    assert updates["c"] is None
+    tx = make(0.1)
+    with pytest.raises(TypeError, match="c: a leaf"):
+        tx.update(values, tx.init(values), values)
 
 
 def test_per_dtype_asks_once_for_each():
@@ -92,6 +122,23 @@ def test_scheduled():
     assert scheduled(0.5, count) == 0.5
     assert scheduled(count, count) is count
     assert scheduled(lambda count: count * 2, count) == 6
+
+
+@pytest.mark.parametrize(
+    ("found", "error"),
+    [(torch.ones(1), ValueError), (torch.ones(2, 3), ValueError), (None, TypeError), (-1.0, ValueError)],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [optim.sgd, optim.adam, optim.inject_hyperparams(optim.sgd)])
+def test_a_schedule_must_return_one_number(make, found, error):
+    values = {"w": torch.tensor(1.0)}
+
+    def train():
+        tx = make(learning_rate=lambda count: found)
+        tx.update(values, tx.init(values), values)
+
+    with pytest.raises(error, match="the value of a schedule must be"):
+        train()
 
 
 @pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)])

@@ -30,6 +30,18 @@ def test_is_the_optimizer_without_injection():
         values = optim.apply_updates(values, updates)
 
 
+def test_zeros_that_became_tensors_are_still_allowed():
+    plain = optim.sgd(0.1, momentum=0.9, nesterov=True)
+    injected = optim.inject_hyperparams(optim.sgd)(learning_rate=0.1, momentum=0.9, nesterov=True, dampening=0.0)
+    state, other = plain.init(PARAMS), injected.init(PARAMS)
+    for _ in range(3):
+        updates, state = plain.update(GRADS, state, PARAMS)
+        others, other = injected.update(GRADS, other, PARAMS)
+        torch.testing.assert_close(others, updates)
+    with pytest.raises(ValueError, match="nesterov=True needs momentum and no dampening"):
+        optim.inject_hyperparams(optim.sgd)(learning_rate=0.1, momentum=0.9, nesterov=True, dampening=0.1)
+
+
 def test_a_changed_value_is_used_and_kept():
     tx = optim.inject_hyperparams(optim.sgd)(learning_rate=1.0, momentum=0.5)
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)

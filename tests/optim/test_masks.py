@@ -1,7 +1,8 @@
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
-from fmp import tree
+from fmp import optim, tree
 from fmp.optim.masks import broadcast, selector
 
 TREES = st.recursive(
@@ -34,3 +35,24 @@ def test_all_ways_to_say_it_agree(mask):
 def test_broadcast_names_what_does_not_fit():
     with pytest.raises(ValueError, match=r"the structure of labels does not fit the tree: .*'c'"):
         broadcast({"a": 1, "b": 2}, {"a": [0, 0], "c": 0}, "labels")
+
+
+def test_patterns_that_match_nothing_are_refused():
+    full = dict.fromkeys("abcdefg", 0)
+    with pytest.raises(ValueError, match=r"mask: none of the patterns \['\*.nrom', 'x'\] matches a path") as caught:
+        selector(["*.nrom", "x"], "mask")(full)
+    assert str(caught.value).endswith("there are ['a', 'b', 'c', 'd', 'e'] and 2 more")
+    assert selector(["x", "b"], "mask")(full) == [False, True, False, False, False, False, False]
+
+
+def test_patterns_may_match_holes_only_and_nothing_in_an_empty_tree():
+    assert selector(["a"], "mask")({"a": None, "b": 0}) == [True, False]
+    for empty in ({}, (None,), {"b": None}):
+        assert selector(["a"], "mask")(empty) == [False] * len(tree.leaves(empty))
+    assert selector([], "mask")({"b": 0}) == [False]
+
+
+@pytest.mark.parametrize("make", [optim.freeze, lambda mask: optim.adamw(0.1, mask=mask)], ids=["freeze", "adamw"])
+def test_a_typo_is_noticed_by_init(make):
+    with pytest.raises(ValueError, match=r"none of the patterns \['backbnoe'\].*\['backbone/w', 'head/w'\]"):
+        make(["backbnoe"]).init({"backbone": {"w": torch.ones(1)}, "head": {"w": torch.ones(1)}})

@@ -53,6 +53,16 @@ def test_unknown_labels_are_refused():
         tx.init(PARAMS)
 
 
+def test_labels_of_any_type_are_refused_by_path():
+    tx = optim.partition({"x": optim.sgd(0.1), 1: optim.sgd(0.1)}, label)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(KeyError, match=r"body/b: no optimizer for the label 'slow'; there are \['x', 1\]"):
+        tx.init(PARAMS)
+    for found in ([], ([],), {}, torch.ones(2), None):
+        tx = optim.partition({"slow": optim.sgd(0.1)}, lambda path, leaf, found=found: found)
+        with pytest.raises(KeyError, match="body/b: no optimizer for the label"):
+            tx.init(PARAMS)
+
+
 def test_labels_that_do_not_fit_are_refused():
     tx = optim.partition({"slow": optim.sgd(0.1)}, {"body": "slow"})
     with pytest.raises(ValueError, match="structure of labels does not fit"):

@@ -29,7 +29,49 @@ def test_is_finite_far_away(schedule):
     assert schedule(torch.tensor(2**31 - 1, dtype=torch.int32)).isfinite()
 
 
-@given(st.floats(0, 10, width=32), st.floats(0, 10, width=32), st.integers(1, 1000), st.integers(0, 1000))
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("begin", [2**31, 2**31 + 5, 2**40, 2**62])
+def test_steps_beyond_32_bits_do_not_wrap(begin, dtype):
+    count = torch.tensor(100, dtype=dtype)
+    assert schedules.piecewise_constant([1.0, 0.25], [begin])(count) == 1.0
+    assert schedules.join([schedules.constant(1.0), schedules.constant(0.25)], [begin])(count) == 1.0
+    assert schedules.linear(1.0, 0.25, 10, begin)(count) == 1.0
+    assert schedules.linear(1.0, 0.0, begin)(count) == pytest.approx(1.0)
+    for staircase in (False, True):
+        assert schedules.exponential_decay(1.0, 10, 0.5, begin, staircase=staircase)(count) == 1.0
+
+
+def test_counts_beyond_32_bits_are_followed():
+    count = torch.tensor(2**40 + 1)
+    assert schedules.piecewise_constant([1.0, 0.25], [2**40 + 1])(count) == 0.25
+    assert schedules.piecewise_constant([1.0, 0.25], [2**40 + 2])(count) == 1.0
+    assert schedules.linear(1.0, 0.5, 2, 2**40)(count) == 0.75
+
+
+@given(st.integers(1, 2**31), st.integers(0, 2**31 - 1))
+def test_a_staircase_steps_where_whole_numbers_do(transition_steps, count):
+    found = schedules.exponential_decay(1.0, transition_steps, 0.5, staircase=True)(torch.tensor(count))
+    assert found.item() == pytest.approx(0.5 ** (count // transition_steps), rel=1e-5, abs=1e-45)
+
+
+def test_a_staircase_is_exact_beyond_24_bits():
+    schedule = schedules.exponential_decay(1.0, 2**30, 0.5, staircase=True)
+    assert [schedule(torch.tensor(2**30 + more)).item() for more in (-1, 0)] == pytest.approx([1.0, 0.5])
+
+
+@pytest.mark.parametrize("end_value", [None, 0.0])
+@pytest.mark.parametrize("staircase", [False, True])
+def test_zero_stays_zero_however_fast_it_grows(staircase, end_value):
+    schedule = schedules.exponential_decay(0.0, 1, 1e10, staircase=staircase, end_value=end_value)
+    for count in (0, 1, 4, 100, 2**31 - 1):
+        assert schedule(torch.tensor(count, dtype=torch.int32)) == 0.0
+
+
+def test_a_factor_beyond_float32_gives_a_value_within():
+    assert schedules.exponential_decay(1e-30, 1, 1e10)(torch.tensor(5)).item() == pytest.approx(1e20, rel=1e-4)
+
+
+@given(st.floats(0, 10, width=32), st.floats(0, 10, width=32), st.integers(1, 2**40), st.integers(0, 2**40))
 def test_linear_starts_and_ends_exactly(init_value, end_value, transition_steps, transition_begin):
     schedule = schedules.linear(init_value, end_value, transition_steps, transition_begin)
     assert schedule(torch.tensor(0)).item() == init_value
@@ -61,6 +103,8 @@ def test_a_later_schedule_is_never_asked_below_zero():
     ("make", "message"),
     [
         (lambda: schedules.constant(-1.0), "value"),
+        (lambda: schedules.constant(1e39), "value must be at most"),
+        (lambda: schedules.linear(0.0, 1.0, 2**63), "transition_steps must be at most"),
         (lambda: schedules.linear(float("nan"), 1.0, 5), "init_value"),
         (lambda: schedules.linear(0.0, float("inf"), 5), "end_value"),
         (lambda: schedules.linear(0.0, 1.0, 0), "transition_steps must be at least 1, got 0"),

@@ -306,3 +306,17 @@ def test_with_output_dtype_changes_nothing_else():
 
 def test_the_public_name():
     assert fmp.Policy is Policy
+
+
+FLOATS = {value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_floating_point}
+
+
+@pytest.mark.parametrize("dtype", sorted(FLOATS, key=str), ids=str)
+def test_a_dtype_is_accepted_if_torch_can_cast_to_it(dtype):
+    try:
+        torch.ones(2).to(dtype)
+    except NotImplementedError:
+        with pytest.raises(ValueError, match="policy: torch cannot cast to"):
+            Policy.parse(str(dtype))
+    else:
+        assert Policy.parse(str(dtype)).cast_to_compute(torch.ones(2)).dtype == dtype

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]  # torch does not declare it
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp._skeleton import Skeleton, placeholders, private_copy, skeleton_of
 from fmp.dropout import SeededRandomness
 from fmp.dtypes import is_castable
@@ -34,7 +34,7 @@ _NORMS = (
     nn.GroupNorm,
     nn.RMSNorm,
 )
-# torch computes these in float32 by itself when the input is narrower than weights and statistics.
+# torch computes these in float32 by itself when the input is narrower than weights and statistics; not under vmap.
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _CHECKPOINT = (
@@ -260,7 +260,7 @@ def _skeleton(module: nn.Module, memo: dict[int, Any], train: bool | None, mixed
         layer.flatten_parameters = _leave_in_place
     if mixed:
         for path, layer in copied.named_modules():
-            if _is_norm(path, layer) and not isinstance(layer, _BATCH_NORMS):
+            if _is_norm(path, layer):
                 layer.forward = functools.partial(_in_own_precision, layer, layer.forward)
                 layer.register_forward_pre_hook(_no_fast_path)
     return skeleton
@@ -287,6 +287,8 @@ def _leave_in_place() -> None:
 
 
 def _in_own_precision(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if isinstance(layer, _BATCH_NORMS) and not (torch.compiler.is_compiling() or _compat.transform_active()):
+        return forward(*args, **kwargs)
     given = next((arg.dtype for arg in (*args, *kwargs.values()) if is_castable(arg)), None)
     own = next((tensor.dtype for _, tensor in _own_tensors(layer) if is_castable(tensor)), None)
     if given is None or own is None or torch.promote_types(given, own) == given:

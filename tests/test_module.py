@@ -1066,3 +1066,26 @@ def test_a_residual_that_a_norm_returns_keeps_its_precision(residual: torch.dtyp
     out, total = model.apply(params, {}, x, given)[0]
     assert out.dtype == torch.bfloat16
     assert_same(total, (x.float() + given.float()).to(residual))
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)], ids=str)
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_an_ensemble_with_batch_norms_kept_in_float32_is_a_loop(layer, half):
+    model = functionalize(nn.Sequential(nn.Linear(3, 4), layer, nn.ReLU(), nn.Linear(4, 2)))
+
+    def loss_fn(params, batch, *, buffers):
+        out, buffers = model.apply(params, buffers, batch, train=True)
+        return out.float().square().mean(), buffers
+
+    policy = fmp.opt_level("O2", half, keep_full=model)
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(0.1), policy=policy, loss_scale=8.0)
+    batch = torch.randn(2, 8, 3)
+    members = [step.init({k: v + i for k, v in model.params.items()}, buffers=model.buffers) for i in (0, 1)]
+    stacked = fmp.tree.map(lambda *leaves: None if leaves[0] is None else torch.stack(leaves), *members)
+    found, _ = torch.func.vmap(step)(stacked, batch)
+    for index, member in enumerate(members):
+        expected, metrics = step(member, batch[index])
+        assert not metrics.skipped
+        for one, other in zip(fmp.tree.leaves(found), fmp.tree.leaves(expected), strict=True):
+            if one is not None:
+                torch.testing.assert_close(one[index], other, rtol=2e-2, atol=2e-2)

@@ -318,21 +318,6 @@ def test_map_with_path_gives_each_leaf_its_path(tree):
     assert fmp.tree.structure(mapped) == fmp.tree.structure(tree)
 
 
-@given(TREES, st.integers(0, 3))
-def test_unzip_undoes_a_map_to_tuples(tree, count):
-    spec = fmp.tree.structure(tree)
-    columns = fmp.tree.unzip(fmp.tree.map(lambda leaf: (leaf,) * count, tree), count, spec)
-    assert len(columns) == count
-    assert all(fmp.tree.structure(column) == spec for column in columns)
-    assert all(fmp.tree.leaves(column) == fmp.tree.leaves(tree) for column in columns)
-
-
-def test_unzip_keeps_what_is_inside_the_tuples():
-    first, second = fmp.tree.unzip({"a": ([1, 2], None), "b": ({}, 3)}, 2, fmp.tree.structure({"a": 0, "b": 0}))
-    assert first == {"a": [1, 2], "b": {}}
-    assert second == {"a": None, "b": 3}
-
-
 def test_paths():
     tree = {"blocks": [{"w": 0}, ({"w": None},)], "node": average(), 3: 4}
     assert sorted(fmp.tree.paths(tree)) == sorted(

@@ -1,0 +1,123 @@
+"""The structure of a tree: taking it apart, mapping over it, naming and describing its leaves."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import optree
+import torch
+
+from fmp import _traced
+from fmp.dtypes import short_name
+
+Tree = Any
+Spec = optree.PyTreeSpec | _traced.Spec
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Spec]:
+    """Takes a tree apart into its leaves and its structure; None is a leaf."""
+    if torch.compiler.is_compiling():
+        return _traced.flatten(tree)
+    return optree.tree_flatten(tree, none_is_leaf=True)
+
+
+def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
+    """Puts leaves back into a structure that `flatten` returned."""
+    return spec.unflatten(leaves)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Returns the leaves of a tree, None included.
+
+    Example:
+        >>> leaves({"b": None, "a": (1, 2)})
+        [1, 2, None]
+    """
+    return flatten(tree)[0]
+
+
+def structure(tree: Tree) -> Spec:
+    """Returns the structure of a tree; two trees that can be mapped together have equal ones."""
+    return flatten(tree)[1]
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
+    """Applies a function to the leaves of one or more trees of the same structure.
+
+    Args:
+        fn: Called with one leaf of each tree. A None leaf is passed like any other.
+        tree: The tree that sets the structure.
+        *rests: Further trees, each with `tree`'s structure, or with whole subtrees in place of its leaves.
+
+    Returns:
+        A tree of the results.
+
+    Example:
+        >>> map(lambda a, b: a if b is None else a + b, {"w": 1, "b": 2}, {"w": 10, "b": None})
+        {'w': 11, 'b': 2}
+    """
+    if not torch.compiler.is_compiling():
+        return optree.tree_map(fn, tree, *rests, none_is_leaf=True)
+    leaves, spec = flatten(tree)
+    columns = [spec.flatten_up_to(rest) for rest in rests]
+    return spec.unflatten([fn(*row) for row in zip(leaves, *columns, strict=True)])
+
+
+def map_with_path(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
+    """Like `map`, with the leaf's path (`blocks/3/attn/qkv`) as the function's first argument."""
+    spec = structure(tree)
+    return map(fn, spec.unflatten(paths(tree)), tree, *rests)
+
+
+def join(path: tuple[Any, ...]) -> str:
+    """Writes a path of keys, indices and field names as one string."""
+    return "/".join(str(part) for part in path)
+
+
+def paths(tree: Tree) -> list[str]:
+    """Returns the path of every leaf, in the order of `leaves`.
+
+    Args:
+        tree: Any tree. A tree that is a single leaf has the path `""`.
+
+    Returns:
+        One string a leaf: dictionary keys, sequence indices and field names, joined with `/`.
+
+    Example:
+        >>> paths({"blocks": [{"w": 0}, {"w": 1}], "norm": 2})
+        ['blocks/0/w', 'blocks/1/w', 'norm']
+    """
+    return [join(path) for path in structure(tree).paths()]
+
+
+def items(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """Iterates over the pairs of path and leaf."""
+    return zip(paths(tree), leaves(tree), strict=True)
+
+
+class _Description(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def describe(tree: Tree) -> str:
+    """Writes a tree with dtype and shape in place of each tensor.
+
+    Args:
+        tree: Any tree, or a single tensor.
+
+    Returns:
+        For example `{'w': f32[3,4], 'count': i32[], 'name': 'adam'}`.
+
+    Example:
+        >>> describe({"w": torch.ones(3, 4), "count": torch.tensor(1)})
+        "{'w': f32[3,4], 'count': i64[]}"
+    """
+
+    def short(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return _Description(f"{short_name(leaf.dtype)}[{','.join(str(size) for size in leaf.shape)}]")
+
+    return repr(map(short, tree))

@@ -58,3 +58,11 @@ def test_importing_is_fast_and_loads_nothing_heavy():
     assert loaded == "[]"
     # The promise is 0.3 s on a quiet machine; this only catches an import that has become another thing altogether.
     assert float(seconds) < 3.0
+
+
+def test_the_readme_shows_the_kept_results():
+    kept = (ROOT / "tests" / "bench" / "results" / "amd-epyc-1-thread.md").read_text()
+    heading, table = kept.strip().split("\n\n")
+    readme = (ROOT / "README.md").read_text()
+    assert heading in readme
+    assert table in readme

@@ -310,15 +310,22 @@ def _check_call(config: StepConfig, state: Any, batch: Tree, frozen: Tree) -> No
         raise TypeError(f"state must be a TrainState, as step.init(params) makes it, got {tree.describe(state)}")
     if frozen is not None and not any("frozen" in loss.keywords for loss in config.losses.values()):
         raise ValueError("the step got frozen=..., but no loss_fn takes the keyword argument `frozen`")
-    for path, leaf in tree.items(batch):
-        if type(leaf).__module__ == "numpy":
-            raise TypeError(f"batch: {path or 'it'} is a numpy array; pass tensors, with torch.from_numpy")
-        fields = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if is_dataclass(leaf) else ()
-        if any(isinstance(field, torch.Tensor) for field in fields):
-            raise TypeError(
-                f"batch: {path or 'it'} is a {type(leaf).__name__}, which is no pytree, so its tensors would not be "
-                "cast or split; pass a dictionary, or make its class a fmp.tree.dataclass"
-            )
+    for index, leaf in enumerate(tree.leaves(batch)):
+        if not isinstance(leaf, torch.Tensor):
+            _check_batch_leaf(leaf, batch, index)
+
+
+def _check_batch_leaf(leaf: Any, batch: Tree, index: int) -> None:
+    fields = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if is_dataclass(leaf) else ()
+    if type(leaf).__module__ == "numpy":
+        raise TypeError(
+            f"batch: {tree.paths(batch)[index] or 'it'} is a numpy array; pass tensors, with torch.from_numpy"
+        )
+    if any(isinstance(field, torch.Tensor) for field in fields):
+        raise TypeError(
+            f"batch: {tree.paths(batch)[index] or 'it'} is a {type(leaf).__name__}, which is no pytree, so its tensors "
+            "would not be cast or split; pass a dictionary, or make its class a fmp.tree.dataclass"
+        )
 
 
 def compiled_advance(**options: Any) -> Callable[..., tuple[TrainState, Metrics]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 from fmp import _compat
 
@@ -49,7 +49,7 @@ def dataclass(cls: type[T]) -> type[T]:
     # A constructor of one's own is kept, and inherited where no field is added.
     init = "__init__" not in vars(cls) and bool(inspect.get_annotations(cls))
     cls = dataclasses.dataclass(frozen=True, eq=False, init=init)(cls)
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields = dataclasses.fields(cast(Any, cls))
     children = tuple(field.name for field in fields if not field.metadata.get("static"))
     metadata = tuple(field.name for field in fields if field.metadata.get("static"))
 
@@ -79,7 +79,7 @@ def replace(node: T, **changes: Any) -> T:
     Raises:
         TypeError: If a name is not a field of the class.
     """
-    names = [field.name for field in dataclasses.fields(node)]  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(cast(Any, node))]
     if unknown := changes.keys() - set(names):
         raise TypeError(f"{type(node).__name__} has no field {sorted(unknown)}; its fields are {names}")
     copy = object.__new__(type(node))

@@ -191,6 +191,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    if args.resume is not None and not (args.resume / "state.fmp").is_file():
+        parser.error(f"--resume: there is no {args.resume / 'state.fmp'}")
     if args.learning_rate <= 0:
         parser.error("--learning-rate must be above 0")
     args.out = args.out or args.resume or Path("out/train_lm")

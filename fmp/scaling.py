@@ -260,7 +260,10 @@ def loss_scale(value: "str | float | LossScale | None") -> LossScale:
                 f"{type(value).__name__} is no pytree, so its state would be lost; decorate it with fmp.tree.dataclass"
             )
         return value
-    raise TypeError(f"loss scale must be 'dynamic', a number, None or a scaler, got {value!r}")
+    raise TypeError(
+        "loss scale must be 'dynamic', a number, None or a scaler with the methods scale, unscale and adjust, "
+        f"got {value!r}"
+    )
 
 
 def _scale(loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

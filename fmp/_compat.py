@@ -1,7 +1,7 @@
 """Every private torch or optree name that fmp needs, in one place; tests/test_compat.py notices when one changes."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 import optree.registry
@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 T = TypeVar("T")
 
 _VERSION: Any = torch.__version__
-_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009
+_functorch: Any = cast(Any, torch._C)._functorch
 
 # `register_pytree_node(..., namespace="")` is refused, yet only nodes of the global registry are seen by every
 # caller of optree, torch.compile's tracer included.
-_GLOBAL: Any = optree.registry.__GLOBAL_NAMESPACE  # pyright: ignore[reportAttributeAccessIssue]
+_GLOBAL: Any = cast(Any, optree.registry).__GLOBAL_NAMESPACE
 
 
 def register_pytree(

@@ -23,7 +23,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "lo
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "mixed_dtypes: mixes floating-point dtypes on purpose")
     # Its first use of forward-mode differentiation makes torch script its own decompositions.
     config.addinivalue_line("filterwarnings", "ignore:.torch.jit.:DeprecationWarning")
     # Dynamo instantiates torch.autograd.Function when it traces one.

@@ -35,9 +35,11 @@ def test_values_come_back_through_json(value: Any) -> None:
 )
 def test_anything_else_is_refused_in_one_of_three_ways(encoded: Any) -> None:
     try:
-        encoding.decode(encoded)
+        value = encoding.decode(encoded)
     except (RuntimeError, TypeError, ValueError):
         return
+    # What is not refused is a value that can be written again.
+    assert repr(encoding.decode(encoding.encode(value))) == repr(value)
 
 
 def test_a_repr_can_be_told_from_a_value() -> None:

@@ -275,7 +275,8 @@ def test_a_compiled_scaler_does_not_recompile():
 def test_a_scaler_never_waits_for_the_device():
     for scaler in SCALERS:
         with NoHostSync():
-            scaler.adjust(fmp.tree.all_finite(scaler.unscale([scaler.scale(torch.ones(2))])))
+            adjusted = scaler.adjust(fmp.tree.all_finite(scaler.unscale([scaler.scale(torch.ones(2))])))
+        assert type(adjusted) is type(scaler)
 
 
 def test_gradients_flow_through_scaling():

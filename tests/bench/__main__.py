@@ -43,12 +43,19 @@ class Row:
         return self.ratio >= self.target
 
 
+def forms_of_fmp(module: str) -> list[Contender]:
+    """The three forms of an fmp step."""
+    return [
+        Contender("fmp eager", module, "fmp"),
+        Contender("fmp donated", module, "fmp-donated"),
+        Contender("fmp compiled", module, "fmp-compiled"),
+    ]
+
+
 def lm_rows(arguments: argparse.Namespace) -> list[Row]:
     """The language-model step in bfloat16."""
     contenders = [
-        Contender("fmp eager", LM, "fmp"),
-        Contender("fmp donated", LM, "fmp-donated"),
-        Contender("fmp compiled", LM, "fmp-compiled"),
+        *forms_of_fmp(LM),
         Contender("torch.amp eager", LM, "amp"),
         Contender("torch.amp compiled", LM, "amp-compiled"),
     ]
@@ -67,14 +74,9 @@ def lm_rows(arguments: argparse.Namespace) -> list[Row]:
 
 def mlp_rows(arguments: argparse.Namespace) -> list[Row]:
     """The step of a small network in float32."""
-    contenders = [
-        Contender("fmp eager", MLP, "fmp"),
-        Contender("fmp donated", MLP, "fmp-donated"),
-        Contender("fmp compiled", MLP, "fmp-compiled"),
-        Contender("torch eager", MLP, "torch"),
-    ]
+    contenders = [*forms_of_fmp(MLP), Contender("torch eager", MLP, "torch")]
     times = race(contenders, threads=1, rounds=arguments.rounds, steps=10, report=tqdm.write)
-    mine = ("fmp eager", "fmp donated", "fmp compiled")
+    mine = [contender.name for contender in forms_of_fmp(MLP)]
     return [row for name in mine if (row := compare("MLP, 20 steps, f32", times, name, "torch eager", 1.0))]
 
 

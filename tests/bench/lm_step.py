@@ -1,5 +1,6 @@
 """The step of examples/train_lm.py in bfloat16, by fmp and by torch.amp."""
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -22,7 +23,7 @@ CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 128, 256, 8, 4, 16
 
 def setup(variant: str) -> Callable[[], None]:
     """Prepares one variant: fmp, fmp-donated, fmp-compiled, amp or amp-compiled."""
-    torch.set_num_threads(len(__import__("os").sched_getaffinity(0)))
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     module = GPT(CONTEXT, WIDTH, HEADS, LAYERS)
     tokens = torch.randint(256, (BATCH, CONTEXT + 1))

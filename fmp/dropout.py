@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fmp import _compat, random
+from fmp._composite import body, custom_function, inside, run_as
 from fmp.dtypes import full_precision
 
 # Seeds are derived for this many draws at once: one derivation costs a few dozen tiny operations, whatever its size.
@@ -138,6 +139,21 @@ def _attention(
         )
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask must be None with is_causal=True")
+    written_out = functools.partial(_written_out, mode, dropout_p, is_causal, scale, enable_gqa)
+    return run_as(F.scaled_dot_product_attention, written_out, query, key, value, attn_mask)
+
+
+def _written_out(
+    mode: SeededRandomness,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+) -> torch.Tensor:
     full = full_precision(query.dtype)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -240,14 +256,6 @@ def _recurrent(func: Callable[..., Any], mode: SeededRandomness, /, *args: Any) 
     return func(*args)
 
 
-def _custom_function(mode: SeededRandomness, function: type[torch.autograd.Function], /, *args: Any) -> Any:
-    """Runs a custom function under a transform of torch.func, with the mode turned on inside."""
-    members: dict[str, Any] = {"forward": staticmethod(functools.partial(_inside, function.forward, mode))}
-    if function.vmap is not torch.autograd.Function.vmap:
-        members["vmap"] = staticmethod(functools.partial(_inside, function.vmap, mode))
-    return torch.ops.higher_order.custom_function_call(type(function.__name__, (function,), members), *args)
-
-
 def _operator(func: Any, mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> Any:
     """Runs an operator that draws nothing, at least with these arguments."""
     draws, switches = _randomness(func)
@@ -293,29 +301,12 @@ def _refuse_generator(name: str, generator: torch.Generator | None) -> None:
         raise ValueError(f"{name}: a generator and a seed exclude each other; leave one out")
 
 
-def _inside(body: Callable[..., Any], mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> Any:
-    """Runs the body of a composite function with the mode turned on."""
-    with mode:
-        return body(*args, **kwargs)
-
-
-def _out_of_place(body: types.FunctionType, mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _out_of_place(function: types.FunctionType, mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Likewise, but changes an input in place only at the end: the compiler hides in-place dropout from the mode."""
-    place = body.__code__.co_varnames.index("inplace")
+    place = function.__code__.co_varnames.index("inplace")
     inplace = args[place] if len(args) > place else kwargs.pop("inplace", False)
-    output = _inside(body, mode, *args[:place], **kwargs)
+    output = inside(function, mode, *args[:place], **kwargs)
     return args[0].copy_(output) if inplace else output
-
-
-def _body(func: Any) -> types.FunctionType:
-    """Copies a function of torch.nn.functional without its check for overrides.
-
-    A mode is off while it handles a function. Turned on again, it would get the same function once more, because
-    asking for overrides is the first thing that the function does. Without that, it gets what the function calls.
-    """
-    checks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
-    without_checks = func.__globals__ | dict.fromkeys(checks, lambda *args: False)
-    return types.FunctionType(func.__code__, without_checks, func.__name__, func.__defaults__, func.__closure__)
 
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu)
@@ -340,10 +331,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **_drawing_functions(),
     **_SEEDED,
     **{form: handler for func, handler in _SEEDED.items() for form in _forms(getattr(torch.ops.aten, func.__name__))},
-    **{func: functools.partial(_out_of_place, _body(func)) for func in _DROPOUTS},
+    **{func: functools.partial(_out_of_place, body(func)) for func in _DROPOUTS},
     **{func: functools.partial(_refused, func.__name__) for func in (*_POOLS, *_POOLS_WITH_INDICES, *_INITIALISERS)},
-    F.multi_head_attention_forward: functools.partial(_inside, _body(F.multi_head_attention_forward)),
+    F.multi_head_attention_forward: functools.partial(inside, body(F.multi_head_attention_forward)),
     F.gumbel_softmax: _gumbel_softmax,
     torch.Tensor.bernoulli: _bernoulli,
-    torch.ops.higher_order.custom_function_call: _custom_function,
+    torch.ops.higher_order.custom_function_call: custom_function,
 }

@@ -1,5 +1,6 @@
 """Every private torch or optree name that fmp needs, in one place; tests/test_compat.py notices when one changes."""
 
+import types
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
@@ -8,6 +9,7 @@ import optree.registry
 import torch
 import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 T = TypeVar("T")
 
@@ -80,6 +82,22 @@ def constant_while_tracing(fn: T) -> T:
     return fn
 
 
+def compiled_on_its_own(fn: T) -> T:
+    """Copies a function, so that torch.compile counts its compilations apart from those of other copies.
+
+    torch.compile allows a code object a few compilations. All functions that a transformation returns would share them.
+    """
+    if torch.compiler.is_compiling():
+        return fn
+    if torch.compiler.is_compiling():  # it cannot trace this, and traces the function as a part of its caller
+        return fn
+    function: Any = fn
+    code, closure = function.__code__.replace(), function.__closure__
+    copied = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return cast(T, copied)
+
+
 def check_inference_mode() -> None:
     """Refuses to differentiate in inference mode where torch would return zeros.
 
@@ -95,6 +113,26 @@ def check_inference_mode() -> None:
 def transform_active() -> bool:
     """Says whether a torch.func transform, or forward-mode differentiation, is in progress around the caller."""
     return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def transform_level() -> int | None:
+    """Returns the level of the innermost torch.func transform around the caller; None without one."""
+    return _functorch.maybe_current_level()
+
+
+def forward_mode_active() -> bool:
+    """Says whether forward-mode differentiation is in progress around the caller."""
+    return forward_ad._current_level >= 0
+
+
+def wrapped_by_transform(tensor: torch.Tensor) -> bool:
+    """Says whether a tensor belongs to a torch.func transform, so that its own flags do not tell what tracks it."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Lists the function modes that are on, the innermost last; works while torch.compile traces, too."""
+    return _get_current_function_mode_stack()
 
 
 def reverse_mode_active() -> bool:

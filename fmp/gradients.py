@@ -69,6 +69,7 @@ def value_and_grad(
     """
 
     @functools.wraps(fn)
+    @_compat.compiled_on_its_own
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         numbers = _checked_argnums(argnums, len(args))
         leaves, spec = tree.flatten(tuple(args[number] for number in numbers))
@@ -116,6 +117,7 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool
     differentiated = value_and_grad(fn, argnums, has_aux)
 
     @functools.wraps(fn)
+    @_compat.compiled_on_its_own
     def grad_fn(*args: Any, **kwargs: Any) -> Any:
         value, grads = differentiated(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads

@@ -7,6 +7,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, jacfwd, jvp, vmap
+from torch.overrides import TorchFunctionMode
 
 from fmp import _compat
 
@@ -28,6 +29,7 @@ _compat.register_pytree(
 
 def test_the_private_names_exist():
     names = ["get_interpreter_stack", "peek_interpreter_stack", "is_functorch_wrapped_tensor", "get_unwrapped"]
+    names += ["maybe_current_level"]
     assert [name for name in names if not callable(getattr(_compat._functorch, name, None))] == []
     assert _compat._functorch.TransformType.Grad != _compat._functorch.TransformType.Vmap
     assert _compat._functorch.peek_interpreter_stack() is None
@@ -181,3 +183,49 @@ def test_a_function_marked_constant_is_not_traced():
     assert vars(import_inside).keys() == vars(official).keys()
     found = torch.compile(lambda x: x + import_inside(), backend="eager", fullgraph=True)(torch.zeros(1))
     assert found == import_inside()
+
+
+def test_the_level_and_the_mode_of_transforms():
+    seen = []
+
+    def f(x):
+        seen.append((_compat.transform_level(), _compat.forward_mode_active(), _compat.wrapped_by_transform(x)))
+        return x.sum()
+
+    x = torch.ones(2, 2)
+    f(x)
+    grad(f)(x)
+    vmap(grad(f))(x)
+    jvp(f, (x,), (x,))
+    f(x)
+    assert seen == [(None, False, False), (1, False, True), (2, False, True), (1, True, True), (None, False, False)]
+
+
+def test_copies_of_a_function_do_not_share_the_limit_of_compilations():
+    def times(factor):
+        def run(x, *, plus=1.0):
+            return x * factor + plus
+
+        return _compat.compiled_on_its_own(run)
+
+    count = torch._dynamo.config.recompile_limit + 2
+    compiled = [torch.compile(times(float(factor)), backend="eager", fullgraph=True) for factor in range(count)]
+    assert [float(run(torch.ones(()))) for run in compiled] == [factor + 1.0 for factor in range(count)]
+
+
+class Nothing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_function_modes_are_listed_with_the_innermost_last(compiled):
+    outer, inner = Nothing(), Nothing()
+
+    def places(x):
+        with outer, inner:
+            modes = _compat.function_modes()
+        return x + 1, [modes[-1] is inner, modes[-2] is outer, modes[-1] is outer]
+
+    run = torch.compile(places, backend="eager", fullgraph=True) if compiled else places
+    assert run(torch.zeros(()))[1] == [True, True, False]

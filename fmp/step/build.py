@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass
@@ -334,6 +333,4 @@ def compiled_advance(**options: Any) -> Callable[..., tuple[TrainState, Metrics]
     Args:
         **options: Passed to `torch.compile`.
     """
-    # torch.compile limits the compilations of one code object; with a copy for each step, steps do not share the limit.
-    own = types.FunctionType(advance.__code__.replace(), advance.__globals__, advance.__name__, advance.__defaults__)
-    return torch.compile(own, fullgraph=True, **options)
+    return torch.compile(_compat.compiled_on_its_own(advance), fullgraph=True, **options)

@@ -12,9 +12,20 @@ from fmp import (
     random as random,
     tree as tree,
 )
+from fmp.errors import BannedOpError as BannedOpError
 from fmp.gradients import grad as grad, value_and_grad as value_and_grad
 from fmp.module import Model as Model, functionalize as functionalize
-from fmp.policy import Policy as Policy, opt_level as opt_level
+from fmp.policy import (
+    Explanation as Explanation,
+    OpRules as OpRules,
+    Policy as Policy,
+    autocast as autocast,
+    explain as explain,
+    full_precision as full_precision,
+    low_precision as low_precision,
+    opt_level as opt_level,
+    promote as promote,
+)
 from fmp.scaling import (
     DynamicLossScale as DynamicLossScale,
     NoOpLossScale as NoOpLossScale,
@@ -32,25 +43,33 @@ from fmp.tree import all_finite as all_finite, cast as cast, global_norm as glob
 __version__ = "0.1.0"
 
 __all__ = [
+    "BannedOpError",
     "DynamicLossScale",
+    "Explanation",
     "Metrics",
     "Model",
     "NoOpLossScale",
+    "OpRules",
     "Policy",
     "StaticLossScale",
     "TrainState",
     "TrainStep",
     "all_finite",
+    "autocast",
     "cast",
     "checkpoint",
     "errors",
+    "explain",
+    "full_precision",
     "functionalize",
     "global_norm",
     "grad",
     "loss_scale",
+    "low_precision",
     "master",
     "opt_level",
     "optim",
+    "promote",
     "random",
     "select",
     "train_step",

@@ -89,13 +89,21 @@ def compiled_on_its_own(fn: T) -> T:
     """
     if torch.compiler.is_compiling():
         return fn
-    if torch.compiler.is_compiling():  # it cannot trace this, and traces the function as a part of its caller
-        return fn
     function: Any = fn
     code, closure = function.__code__.replace(), function.__closure__
     copied = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return cast(T, copied)
+
+
+def registered_op(op: Any) -> Any:
+    """Returns the operator that `torch.library.custom_op` registered; anything else as it is."""
+    return op._opoverload if isinstance(op, torch.library.CustomOpDef) else op
+
+
+def is_compiled(fn: Any) -> bool:
+    """Says whether a function came from torch.compile."""
+    return hasattr(fn, "_torchdynamo_orig_callable")
 
 
 def check_inference_mode() -> None:

@@ -1,6 +1,13 @@
 """The exceptions that fmp defines; everything else is a ValueError, TypeError or KeyError with a path in it."""
 
 
+class BannedOpError(NotImplementedError):
+    """An op was called that the op rules of the active policy refuse.
+
+    No TypeError: Python's operators take one for a reason to try something else, and `x == y` would return False.
+    """
+
+
 class DonatedStateError(RuntimeError):
     """A train state was used after it had been given away to a donating step."""
 

@@ -258,6 +258,7 @@ def _skeleton(module: nn.Module, memo: dict[int, Any], train: bool | None, mixed
     skeleton = skeleton_of(copied)
     for layer in skeleton.recurrent:
         layer.flatten_parameters = _leave_in_place
+        layer.check_input = functools.partial(_check_input, layer)
     if mixed:
         for path, layer in copied.named_modules():
             if _is_norm(path, layer):
@@ -284,6 +285,13 @@ def _forget(layer: nn.RNNBase) -> None:
 
 def _leave_in_place() -> None:
     """Stands for `RNNBase.flatten_parameters`, which would move the caller's tensors in memory."""
+
+
+def _check_input(layer: nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
+    """Checks shapes only: where `fmp.autocast` casts op by op, an input may be narrower than the weights until then."""
+    weight: Any = layer._flat_weights[0]
+    form = torch.empty(input.shape, dtype=weight.dtype, device="meta")
+    type(layer).check_input(layer, form, batch_sizes)
 
 
 def _in_own_precision(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

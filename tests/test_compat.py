@@ -213,6 +213,15 @@ def test_copies_of_a_function_do_not_share_the_limit_of_compilations():
     assert [float(run(torch.ones(()))) for run in compiled] == [factor + 1.0 for factor in range(count)]
 
 
+def test_is_compiled():
+    def double(x):
+        return 2 * x
+
+    assert not _compat.is_compiled(double)
+    assert _compat.is_compiled(torch.compile(double, backend="eager"))
+    assert _compat.is_compiled(torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+
+
 class Nothing(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

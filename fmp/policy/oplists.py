@@ -52,10 +52,11 @@ APEX_ADDED: Final[Groups] = {
     },
     "full": {
         "exponentials and logarithms that torch's autocast adds": _names("log1p logsumexp"),
-        "norms and distances, whose squares overflow float16": _names("""
-            linalg_norm linalg_vector_norm linalg_matrix_norm frobenius_norm nuclear_norm norm_except_dim
-            cdist pdist pairwise_distance
+        "squares, norms and distances, which overflow float16": _names("""
+            square linalg_norm linalg_vector_norm linalg_matrix_norm frobenius_norm nuclear_norm norm_except_dim
+            cdist pdist pairwise_distance cov corrcoef
         """),
+        "sums under other names": _names("sum_to_size trapezoid cumulative_trapezoid"),
         "normalisations next to the listed ones": _names("rms_norm native_layer_norm native_group_norm"),
         "losses next to the listed ones": _names("huber_loss nll_loss2d"),
         "std and var that return the mean as well": _names("std_mean var_mean"),

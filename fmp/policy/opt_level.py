@@ -10,7 +10,8 @@ from torch import nn
 
 from fmp.dtypes import parse_dtype, short_name
 from fmp.module import Model, norm_names
-from fmp.policy.policy import Policy, as_dtype, as_flag, as_loss_scale
+from fmp.policy.op_rules import OpRules
+from fmp.policy.policy import Policy, as_dtype, as_flag, as_loss_scale, as_op_rules
 
 # What normalisation layers are usually called; a module or model given as `keep_full` names its own exactly.
 NORM_PATTERNS = ("*norm*", "*.bn*", "*.ln*")
@@ -27,6 +28,7 @@ class _Level(NamedTuple):
 
 _LEVELS = {
     "O0": _Level(half=False, keep_norm_fp32=False, master_weights=False, scales_fp16=False),
+    "O1": _Level(half=False, keep_norm_fp32=False, master_weights=False, scales_fp16=True),
     "O2": _Level(half=True, keep_norm_fp32=True, master_weights=True, scales_fp16=True),
     "O3": _Level(half=True, keep_norm_fp32=False, master_weights=False, scales_fp16=False),
 }
@@ -51,6 +53,7 @@ def opt_level(
     master_weights: bool | str | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | str | None = None,
+    op_rules: OpRules | str | None = None,
     keep_full: Kept | Sequence[Kept] = (),
     **unknown: object,
 ) -> Policy:
@@ -59,24 +62,26 @@ def opt_level(
     | level | parameters, compute, output | norm layers in float32 | float32 masters | loss scaling      |
     |-------|-----------------------------|------------------------|-----------------|-------------------|
     | O0    | f32, f32, f32               | as everything          | no              | none              |
+    | O1    | f32, op by op, f32          | as everything          | no              | dynamic with fp16 |
     | O2    | half, half, f32             | yes                    | yes             | dynamic with fp16 |
     | O3    | half, half, f32             | no                     | no              | none              |
 
-    O1, which casts op by op, is not in this release. Every override also takes the string that a command line gives:
-    `"True"`, `"128.0"`, `"bf16"`. An override that is None is not given, and the level decides.
+    O1 runs each op in half or in float32 as its rules say, see `fmp.autocast`. Every override also takes the string
+    that a command line gives: `"True"`, `"128.0"`, `"bf16"`. One that is None is not given, and the level decides.
 
     Args:
-        level: `"O0"`, `"O2"` or `"O3"`, with the letter O.
+        level: `"O0"`, `"O1"`, `"O2"` or `"O3"`, with the letter O.
         half_dtype: What half means: `torch.float16` or `torch.bfloat16`.
         enabled: False gives a policy that casts nothing and asks for nothing, whatever the level.
         cast_model_type: The level's own dtype, or False to cast nothing and have only masters and loss scaling, for a
             model that mixes dtypes already.
-        patch_torch_functions: Only False makes sense; fmp patches nothing.
+        patch_torch_functions: Apex's name for casting op by op; False takes that from O1 and leaves its loss scaling.
         keep_norm_fp32: Whether normalisation layers stay in float32.
         keep_batchnorm_fp32: Apex's name for `keep_norm_fp32`.
         master_weights: Whether the optimizer works on float32 copies of the half parameters.
         loss_scale: `"dynamic"`, a number, or `"none"`.
         cast_model_outputs: The output dtype.
+        op_rules: The rules of O1, Apex's by default: `fmp.OpRules`, `"apex"` or `"torch"`.
         keep_full: What else stays in float32: a name pattern such as `"inv_freq"`, an `nn.Module`, a `fmp.Model`, or a
             sequence of these. A module or model stands for its normalisation layers, under their names in
             `Model.params`; it takes the place of `NORM_PATTERNS`, which guesses them. For parameters of several
@@ -98,6 +103,8 @@ def opt_level(
         params=f16,compute=f16,output=f32,keep=*norm*|*.bn*|*.ln*,master=true,scale=dynamic
         >>> print(opt_level("O3", half_dtype="bf16", keep_full="inv_freq"))
         params=bf16,compute=bf16,output=f32,keep=inv_freq
+        >>> print(opt_level("O1", half_dtype="bf16"))
+        params=f32,compute=bf16,output=f32,ops=apex
         >>> opt_level("O3", patch_torch_functions=True)
         Traceback (most recent call last):
         ValueError: opt level O3 with patch_torch_functions=True: only O1 casts around functions; leave it out
@@ -111,12 +118,11 @@ def opt_level(
     masters = _flag("master_weights", master_weights)
     scale = as_loss_scale(loss_scale)
     output = as_dtype("cast_model_outputs", cast_model_outputs)
+    rules = as_op_rules(op_rules)
     norms, patterns = _names(keep_full)
 
     if _flag("enabled", enabled) is False:
         return Policy(None, None, None)
-    if level == "O1":
-        raise ValueError("opt level O1 casts op by op, which this release cannot do; use 'O2', with float32 masters")
     defaults = _LEVELS[level]
 
     def refuse(when: object, choice: str, reason: str) -> None:
@@ -126,7 +132,7 @@ def opt_level(
     refuse(
         not defaults.half and model_dtype not in (None, False, torch.float32),
         f"cast_model_type={cast_model_type}",
-        "the model runs in float32; use 'O2' or 'O3' with half_dtype",
+        "the model is stored in float32; use 'O2' or 'O3' with half_dtype",
     )
     refuse(
         defaults.half and model_dtype == torch.float32,
@@ -143,7 +149,24 @@ def opt_level(
         "cast_model_type=False",
         "nothing is cast, so there is nothing to keep in float32; leave out keep_norm_fp32 and keep_full",
     )
-    refuse(patch, "patch_torch_functions=True", "only O1 casts around functions; leave it out")
+    refuse(patch and level != "O1", "patch_torch_functions=True", "only O1 casts around functions; leave it out")
+    refuse(rules and level != "O1", "op_rules", "only O1 casts op by op; leave them out, or use 'O1'")
+    refuse(
+        rules and patch is False,
+        "op_rules and patch_torch_functions=False",
+        "these contradict each other; leave out one of the two",
+    )
+    for name, choice in {"keep_norm_fp32": keep_norm, "master_weights": masters}.items():
+        refuse(
+            level == "O1" and choice is not None,
+            f"{name}={choice}",
+            "all parameters stay in float32, and each op casts what it takes; leave it out",
+        )
+    refuse(
+        level == "O1" and (norms is not None or patterns),
+        "keep_full",
+        "all parameters stay in float32; choose what runs in float32 by op_rules or fmp.full_precision",
+    )
     refuse(
         keep_norm and not defaults.half,
         "keep_norm_fp32=True",
@@ -164,21 +187,23 @@ def opt_level(
         norms = NORM_PATTERNS if (defaults.keep_norm_fp32 if keep_norm is None else keep_norm) else ()
     default_scale = "dynamic" if defaults.scales_fp16 and half == torch.float16 else None
     dtype = None if model_dtype is False else half if defaults.half else torch.float32
+    by_op = level == "O1" and patch is not False
     return Policy(
         param_dtype=dtype,
-        compute_dtype=dtype,
+        compute_dtype=half if by_op else dtype,
         output_dtype=output if dtype is None or output is not None else torch.float32,
         keep_full=() if dtype is None else (*norms, *patterns),
         master_weights=defaults.master_weights if masters is None else masters,
         loss_scale=default_scale if loss_scale is None else scale,
+        op_rules=(rules or OpRules.apex()) if by_op else None,
     )
 
 
 def _check_level(level: Any) -> None:
-    levels = "'O0', 'O2' or 'O3'"
+    levels = "'O0', 'O1', 'O2' or 'O3'"
     if not isinstance(level, str):
         raise TypeError(f"opt level must be a string, {levels}, got {level!r} of type {type(level).__name__}")
-    if level not in ("O1", *_LEVELS):
+    if level not in _LEVELS:
         raise ValueError(f"opt level {level!r} is not known; use {levels}, with the letter O, not zero")
 
 

@@ -10,6 +10,7 @@ import torch
 
 from fmp.dtypes import full_precision, is_castable, parse_dtype, short_name
 from fmp.patterns import matcher
+from fmp.policy.op_rules import OpRules
 from fmp.tree import Spec, cast, flatten, join, unflatten
 
 Tree = Any
@@ -26,6 +27,7 @@ _KEYS = {
     "keep": "keep_full",
     "master": "master_weights",
     "scale": "loss_scale",
+    "ops": "op_rules",
 }
 
 # Formats with more than one number in a byte; not every release of torch has one.
@@ -47,6 +49,9 @@ class Policy:
             float32, or wider where they already are, whatever the dtypes above say.
         master_weights: Whether the optimizer works on float32 copies of the narrower parameters.
         loss_scale: The loss scaling this policy asks for: `"dynamic"`, a positive number, or None for no scaling.
+        op_rules: Cast op by op (see `fmp.autocast`): `fmp.OpRules`, or `"apex"` or `"torch"` for their lists.
+            Parameters and inputs then stay as they are until an op casts them; `compute_dtype` is what the rules call
+            low precision, and `keep_full` is about how parameters are stored.
 
     Raises:
         ValueError: If a dtype is unknown or not a floating-point one, a pattern is empty or could not be written in the
@@ -72,6 +77,7 @@ class Policy:
     keep_full: tuple[str, ...]
     master_weights: bool
     loss_scale: float | str | None
+    op_rules: OpRules | None
 
     def __init__(
         self,
@@ -82,6 +88,7 @@ class Policy:
         keep_full: str | Sequence[str] = (),
         master_weights: bool = False,
         loss_scale: float | str | None = None,
+        op_rules: OpRules | str | None = None,
     ):
         for name, value in {
             "param_dtype": as_dtype("param_dtype", param_dtype),
@@ -90,6 +97,7 @@ class Policy:
             "keep_full": _as_patterns(keep_full),
             "master_weights": as_flag("master_weights", master_weights),
             "loss_scale": as_loss_scale(loss_scale),
+            "op_rules": as_op_rules(op_rules),
         }.items():
             object.__setattr__(self, name, value)
 
@@ -100,7 +108,7 @@ class Policy:
         Args:
             text: `"params=f32,compute=bf16,output=f32"`, with `p`, `c` and `o` as short keys, in any order, or one
                 dtype name for all three. `none` leaves tensors as they are. Optional keys: `keep=*.norm|inv_freq`,
-                `master=true` and `scale=dynamic` or a number.
+                `master=true`, `scale=dynamic` or a number, and `ops=apex` or `ops=torch`.
 
         Returns:
             The policy. `Policy.parse(str(policy)) == policy`.
@@ -149,6 +157,8 @@ class Policy:
             parts.append("master=true")
         if self.loss_scale is not None:
             parts.append(f"scale={self.loss_scale}")
+        if self.op_rules is not None:
+            parts.append(f"ops={_base(self.op_rules)}")
         return ",".join(parts)
 
     def cast_to_param(self, tree: Tree) -> Tree:
@@ -163,7 +173,7 @@ class Policy:
         return self._cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """Casts parameters, buffers or inputs to the dtype the model computes in.
+        """Casts parameters, buffers or inputs to the dtype the model computes in; with op rules, each op does that.
 
         Args:
             tree: Any tree. Leaves whose path matches `keep_full` become float32, or wider where they already are.
@@ -171,7 +181,7 @@ class Policy:
         Returns:
             A tree of the same structure. A leaf that already has its dtype is the same tensor, not a copy.
         """
-        return self._cast(tree, self.compute_dtype)
+        return tree if self.op_rules is not None else self._cast(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: Tree) -> Tree:
         """Casts what a model returns to the output dtype; `keep_full` names parameters and does not apply here."""
@@ -261,6 +271,18 @@ def as_loss_scale(value: Any) -> float | str | None:
     return number
 
 
+def as_op_rules(value: Any) -> OpRules | None:
+    """Reads op rules: an object, the name of a list, None or `"none"`."""
+    if value is None or isinstance(value, OpRules):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"op_rules must be a fmp.OpRules, 'apex', 'torch' or None, got {value!r}")
+    named = {"none": None, "apex": OpRules.apex(), "torch": OpRules.torch()}
+    if value.strip().lower() not in named:
+        raise ValueError(f"op_rules {value!r}: use 'apex', 'torch' or 'none', or build a fmp.OpRules")
+    return named[value.strip().lower()]
+
+
 def _as_patterns(patterns: Any) -> tuple[str, ...]:
     if isinstance(patterns, str):
         patterns = (patterns,)
@@ -277,6 +299,15 @@ def _as_patterns(patterns: Any) -> tuple[str, ...]:
         except (ValueError, re.error):
             raise ValueError(f"keep_full: pattern {pattern!r} has an empty or reversed range in brackets") from None
     return tuple(patterns)
+
+
+def _base(rules: OpRules) -> str:
+    if rules.changes or not rules.base:
+        raise ValueError(
+            "a policy with op rules of your own has no string form; keep the Python that builds it, or use the rules "
+            "'apex' or 'torch' as they are"
+        )
+    return rules.base
 
 
 def _name(dtype: torch.dtype | None) -> str:

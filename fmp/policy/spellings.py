@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from fmp import _compat
 from fmp.policy.oplists import ALIASES, OPERATORS
 
 Op = Callable[..., Any]
@@ -125,6 +126,7 @@ def name_of(op: Op | str) -> str:
         return _named_in_text(op)
     if not callable(op):
         raise TypeError(f"op must be a function of torch or the name of one, got {op!r} of type {type(op).__name__}")
+    op = _compat.registered_op(op)
     name = _candidate(op)
     if name is None or not (_is_operator(op) or op in spellings(name)):
         raise TypeError(

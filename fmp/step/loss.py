@@ -1,5 +1,6 @@
 """What a train step knows about a loss function: which keywords it takes, what it returns, how to differentiate it."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import torch
 from fmp import tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.gradients import value_and_grad
-from fmp.policy import Policy
+from fmp.policy import Policy, casting
 from fmp.scaling import LossScale, NoOpLossScale
 
 Tree = Any
@@ -100,7 +101,7 @@ def differentiate(
         loss: The loss.
         params: The parameters, already in the dtype to compute in.
         batch: The batch; its floating-point leaves are cast to the policy's compute dtype.
-        policy: Casts batch, buffers and auxiliary output; None leaves everything as it is.
+        policy: Casts batch, buffers and auxiliary output, or op by op inside the loss; None leaves everything as it is.
         scaler: Scales the loss and unscales the gradients. A loss that comes in float16 is scaled by 2^15 at most, the
             largest power of two that can enter its backward pass; a loss reduced in float32 has no such limit.
         buffers: Passed to the loss if it takes them. The new ones come back with the dtypes of these.
@@ -117,7 +118,8 @@ def differentiate(
         full = variables if wrt is None else {**params, **variables}
         # A module may write into its buffers, as BatchNorm does; these are copies.
         own_buffers = tree.map(_clone, buffers_in) if "buffers" in loss.keywords else buffers_in
-        value, new_buffers, aux = loss(full, batch, buffers=own_buffers, seed=seed, frozen=frozen)
+        with contextlib.nullcontext() if policy is None else casting(policy, full, batch, own_buffers, frozen):
+            value, new_buffers, aux = loss(full, batch, buffers=own_buffers, seed=seed, frozen=frozen)
         new_buffers = _with_dtypes_of(buffers, new_buffers) if "buffers" in loss.keywords else buffers
         aux = aux if policy is None else policy.cast_to_output(aux)
         excess = _excess_of(scaler, value)
@@ -125,7 +127,7 @@ def differentiate(
         return scaled_value, (LossOutput(value, new_buffers, aux), excess)
 
     # `keep_full` names parameters and buffers; a batch that has one of these names by chance is still cast.
-    dtype = None if policy is None else policy.compute_dtype
+    dtype = None if policy is None or policy.op_rules is not None else policy.compute_dtype
     batch = tree.map(lambda leaf: leaf, batch) if dtype is None else tree.cast(batch, dtype)
     frozen = frozen if policy is None else policy.cast_to_compute(frozen)
     buffers_in = buffers if policy is None else policy.cast_to_compute(buffers)

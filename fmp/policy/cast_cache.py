@@ -1,0 +1,81 @@
+"""Casts a weight once in a call, however often it is used."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fmp import _compat
+
+
+class _Entry(NamedTuple):
+    """A cast with what it was made of."""
+
+    source: torch.Tensor
+    version: int
+    cast: torch.Tensor
+
+
+class CastCache:
+    """The casts that one call made of tensors that exist outside of it: its arguments, and parameters of modules.
+
+        cast(w):   return w.to(dtype), made once      for values
+                   and once more as a graph edge       for each further use that autograd records
+
+    Each use has an edge of its own, so gradients are summed in the dtype of the weight, as without a cache, not in 16
+    bits. A weight that was written to in between is cast again, and so is one used in a transform that began later.
+
+    Args:
+        arguments: Tensors to remember, besides `nn.Parameter`s.
+    """
+
+    def __init__(self, arguments: Iterable[torch.Tensor]):
+        self._arguments = {id(tensor): tensor for tensor in arguments}
+        self._level = _compat.transform_level()
+        self._entries: dict[Any, _Entry] = {}
+        self._open = False
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Casts a tensor, or finds the cast that was made before."""
+        if (id(tensor) not in self._arguments and type(tensor) is not nn.Parameter) or not self._remembers(tensor):
+            return tensor.to(dtype)
+        key = (id(tensor), dtype, torch.is_grad_enabled() and tensor.requires_grad)
+        entry = self._entries.get(key)
+        if entry is None or entry.version != tensor._version:
+            entry = self._entries[key] = _Entry(tensor, tensor._version, tensor.to(dtype))
+            return entry.cast
+        if entry.cast.requires_grad or _compat.wrapped_by_transform(tensor):
+            return _UseAgain.apply(tensor, entry.cast.detach())
+        return entry.cast
+
+    def forget(self) -> None:
+        """Casts anew at each use from now on, because memory may be written to unseen."""
+        self._open = True
+
+    def _remembers(self, tensor: torch.Tensor) -> bool:
+        # Inference tensors do not count their changes. Forward mode keeps nothing, so there is nothing to save.
+        return (
+            not self._open
+            and not tensor.is_inference()
+            and self._level == _compat.transform_level()
+            and not _compat.forward_mode_active()
+        )
+
+
+class _UseAgain(torch.autograd.Function):
+    """Stands for `source.to(dtype)` where that is known already."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(source: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+        return cast.view_as(cast)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.to(ctx.dtype), None

@@ -1,0 +1,307 @@
+"""How a caster runs each torch function: by its rule, by entering its Python body, or in a way of its own."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fmp import _compat
+from fmp._composite import body, custom_function, inside, override_checks
+from fmp.dtypes import full_precision, short_name
+from fmp.errors import BannedOpError
+from fmp.policy import op_rules, oplists
+from fmp.policy.op_rules import OpRules, Rule
+from fmp.policy.spellings import spellings
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[Any, Any, Args, Kwargs], Any]  # (caster, func, args, kwargs) -> what func returns
+
+_SEQUENCES = (list, tuple)
+_PREFIXES = ("linalg_", "special_", "fft_")  # torch.linalg.norm is linalg_norm
+
+# torch computes a number divided by a tensor as a product with the reciprocal, which is an op of its own.
+_ENTERED = (Tensor.__rdiv__,)
+_NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
+_OPEN_MEMORY = (
+    Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.data.__set__,  # pyright: ignore[reportAttributeAccessIssue]
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.set_),
+    *(Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage),
+)
+
+
+# The tables that were made so far, and those of their handlers that torch.compile has met. It cannot look up a Python
+# function in a dictionary, but it can read the attribute of an object whose name is a constant.
+_TABLES: dict[str, Mapping[Any, Handler]] = {}
+_TRACED = types.SimpleNamespace()
+
+
+@_compat.constant_while_tracing
+def table_of(*parts: Any) -> str:
+    """Names the table of handlers for the op rules that have these fields."""
+    return _made(*parts)
+
+
+def handlers(table: str) -> Mapping[Any, Handler]:
+    """Returns how to run each torch function that some rule concerns; the others run as they are."""
+    return _TABLES[table]
+
+
+def traced_handler(table: str, func: Any) -> Handler | None:
+    """Looks a function up in a table while torch.compile traces."""
+    name = _traced_name(table, func)
+    return None if name is None else getattr(_TRACED, name)
+
+
+@_compat.constant_while_tracing
+def _traced_name(table: str, func: Any) -> str | None:
+    handler = _TABLES[table].get(func)
+    if handler is None:
+        return None
+    name = f"handler_{id(handler)}"
+    setattr(_TRACED, name, handler)
+    return name
+
+
+@functools.cache
+def _made(*parts: Any) -> str:
+    name = f"table_{len(_TABLES)}"
+    _TABLES[name] = _handlers(OpRules(*parts))
+    return name
+
+
+def _handlers(rules: OpRules) -> Mapping[Any, Handler]:
+    by_name = op_rules.table(rules)
+    special: dict[Any, Handler] = {
+        **{composite: _entered(composite) for composite in _reaching(by_name)},
+        **dict.fromkeys(_NORMS, _norm),
+        **dict.fromkeys(_OPEN_MEMORY, _forget),
+        torch.ops.higher_order.custom_function_call: _custom_function,
+        Tensor.unflatten: _unflatten,
+    }
+    ruled: dict[Any, Handler] = {}
+    for name, rule in by_name.items():
+        found = spellings(name)
+        changing = _changing(name, rule) if rules.casts_in_place else _as_it_is
+        handler = _by_target(_HANDLERS[rule.kind] if rule.kind != "banned" else _banned(name, rule), changing)
+        ruled |= {func: _by_flag(func, handler, changing) for func in found.plain}
+        ruled |= {func: functools.partial(_in_place, changing) for func in found.in_place}
+    if F.interpolate in special:
+        special[F.interpolate] = _interpolate(by_name)
+    if rules.casts_in_place and "pow" in by_name and by_name["pow"].kind == "full":
+        ruled[Tensor.__ipow__] = functools.partial(_ipow, ruled[Tensor.__ipow__])
+    return special | ruled | {composite: _entered(composite) for composite in _ENTERED}
+
+
+def _low(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if _all_have(caster.low, args) and not (kwargs and not _all_have(caster.low, kwargs.values())):
+        return func(*args, **kwargs)
+    return _cast_all(caster, caster.low, func, args, kwargs)
+
+
+def _full(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if _all_have(torch.float32, args) and not (kwargs and not _all_have(torch.float32, kwargs.values())):
+        return func(*args, **kwargs)
+    if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
+        return func(*args, **kwargs)
+    return _cast_all(caster, torch.float32, func, args, kwargs)
+
+
+def _promote(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    first = args[0] if args else None
+    first = first[0] if type(first) in _SEQUENCES and first else first
+    if not kwargs and isinstance(first, Tensor) and _all_have(first.dtype, args):
+        return func(*args)
+    found = set(_dtypes(caster, (*args, *kwargs.values())))
+    # torch promotes no 8-bit format, and says so.
+    if len(found) < 2 or any(dtype.itemsize == 1 for dtype in found):
+        return func(*args, **kwargs)
+    return _cast_all(caster, functools.reduce(torch.promote_types, found), func, args, kwargs)
+
+
+def _banned(name: str, rule: Rule) -> Handler:
+    def banned(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        narrow = [dtype for dtype in _dtypes(caster, [*args, *kwargs.values()]) if dtype.itemsize < 4]
+        if rule.always or narrow:
+            given = f" on {short_name(narrow[0])}" if narrow else ""
+            raise BannedOpError(f"{name}{given} is banned: {rule.why}")
+        return func(*args, **kwargs)
+
+    return banned
+
+
+_HANDLERS: Mapping[str, Handler] = {"low": _low, "full": _full, "promote": _promote}
+
+
+def _by_target(plain: Handler, changing: Callable[..., Any]) -> Handler:
+    """Tells a call that writes into `out=` from one that makes a new tensor."""
+
+    def by_target(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs and (target := kwargs.get("out")) is not None:
+            rest = {name: value for name, value in kwargs.items() if name != "out"}
+            return changing(caster, functools.partial(func, out=target), target, args, rest)
+        return plain(caster, func, args, kwargs)
+
+    return by_target
+
+
+def _by_flag(func: Any, handler: Handler, changing: Callable[..., Any]) -> Handler:
+    """Tells calls of a function of torch.nn.functional with `inplace=True` from those without, if it has the flag."""
+    code = func.__code__ if isinstance(func, types.FunctionType) else None
+    if code is None or "inplace" not in code.co_varnames[: code.co_argcount]:
+        return handler
+    place = code.co_varnames.index("inplace")
+
+    def by_flag(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        flag = args[place] if len(args) > place else kwargs.get("inplace", False)
+        return _in_place(changing, caster, func, args, kwargs) if flag else handler(caster, func, args, kwargs)
+
+    return by_flag
+
+
+def _in_place(changing: Callable[..., Any], caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return changing(caster, functools.partial(func, args[0]), args[0], args[1:], kwargs)
+
+
+def _changing(name: str, rule: Rule) -> Callable[..., Any]:
+    """Runs a function that writes into a tensor: that one keeps its dtype, and the rest is cast to it."""
+
+    def changing(caster: Any, func: Any, target: Any, args: Args, kwargs: Kwargs) -> Any:
+        dtype = next(_dtypes(caster, [target]), None)
+        if dtype is None:  # a comparison, say
+            return func(*args, **kwargs)
+        if rule.kind in ("full", "banned") and dtype.itemsize < 4:
+            raise BannedOpError(
+                f"{name} cannot write into a tensor of {short_name(dtype)}: it belongs in float32 ({rule.why}); use "
+                "the form that returns a new tensor, or make the tensor float32"
+            )
+        return _cast_all(caster, dtype, func, args, kwargs)
+
+    return changing
+
+
+def _as_it_is(caster: Any, func: Any, target: Any, args: Args, kwargs: Kwargs) -> Any:
+    return func(*args, **kwargs)
+
+
+def _entered(composite: Any) -> Handler:
+    """Runs the body of a Python function with the caster on, so that each op in it is decided on its own."""
+    function = body(composite)
+
+    def entered(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        return inside(function, caster, *args, **kwargs)
+
+    return entered
+
+
+def _custom_function(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return custom_function(caster, *args, **kwargs)
+
+
+def _norm(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Runs a norm layer that returns the dtype of its input, which may be narrower than weights and statistics.
+
+    Eagerly torch does that by itself, computing in float32; mapped or compiled, it fails or returns float32.
+    """
+    values = [*args, *kwargs.values()]
+    dtypes = list(_dtypes(caster, values))
+    given = dtypes[0] if dtypes else torch.float32
+    wide = full_precision(given)
+    if wide == given or not (torch.compiler.is_compiling() or _compat.transform_active()):
+        return func(*args, **kwargs)
+    input = args[0] if args else kwargs["input"]
+    rest = args[1:] if args else ()
+    named = {name: value for name, value in kwargs.items() if name != "input"}
+    return func(input.to(wide), *rest, **named).to(given)
+
+
+def _unflatten(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    # Inside any mode, torch.compile cannot trace the method. The function is the same.
+    return torch.unflatten(*args, **kwargs)
+
+
+def _interpolate(by_name: Mapping[str, Rule]) -> Handler:
+    """Runs F.interpolate by the rule of the op that it will call, which torch.compile does not show to a mode."""
+    entered = _entered(F.interpolate)
+    signature = inspect.signature(F.interpolate)
+
+    def interpolate(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        mode, dimensions = given.arguments["mode"], given.arguments["input"].ndim - 2
+        name = {"nearest": "upsample_nearest", "nearest-exact": "_upsample_nearest_exact"}.get(mode, f"upsample_{mode}")
+        name = f"{name}{dimensions}d"
+        rule = by_name.get(f"_{name}_aa" if given.arguments["antialias"] else name)
+        handler = _HANDLERS[rule.kind] if rule and rule.kind in _HANDLERS else entered
+        return handler(caster, func, args, kwargs)
+
+    return interpolate
+
+
+def _ipow(in_place: Handler, caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Runs `x **= y`, which makes a new tensor if `x` cannot hold float32, as it does under Apex."""
+    narrow = any(dtype.itemsize < 4 for dtype in _dtypes(caster, args[:1]))
+    return _full(caster, torch.pow, args, kwargs) if narrow else in_place(caster, func, args, kwargs)
+
+
+def _forget(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    caster.forget()
+    return func(*args, **kwargs)
+
+
+def _all_have(dtype: torch.dtype, values: Iterable[Any]) -> bool:
+    """Says, as fast as Python can, that no tensor among the arguments needs a cast."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype:
+                return False
+        elif type(value) in _SEQUENCES and not _all_have(dtype, value):
+            return False
+    return True
+
+
+def _cast_all(caster: Any, dtype: torch.dtype, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    args = tuple([caster.cast(arg, dtype) for arg in args])
+    return func(*args, **{name: caster.cast(value, dtype) for name, value in kwargs.items()})
+
+
+def _dtypes(caster: Any, values: Iterable[Any]) -> Iterator[torch.dtype]:
+    """Yields the floating-point dtypes among the arguments of a function."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if caster.casts(value):
+                yield value.dtype
+        elif type(value) in _SEQUENCES:
+            yield from _dtypes(caster, value)
+
+
+def _reaching(by_name: Mapping[str, Rule]) -> list[types.FunctionType]:
+    """Finds the Python functions of torch that have no rule and call an op that has one."""
+    names = {alias for name in by_name for alias in (name, *oplists.ALIASES.get(name, ()))}
+    names |= {name.partition("_")[2] for name in names if name.startswith(_PREFIXES)}
+    composites = _composites()
+    reached: dict[types.FunctionType, None] = {}
+    while found := [f for f, called in composites.items() if f not in reached and names & called]:
+        reached |= dict.fromkeys(found)
+        names |= {function.__name__ for function in found}
+    return list(reached)
+
+
+@functools.cache
+def _composites() -> Mapping[types.FunctionType, frozenset[str]]:
+    """Lists the Python functions of torch that a mode is shown as one call, with the names that they use."""
+    owners = (F, torch.functional, Tensor)
+    functions = [value for owner in owners for value in vars(owner).values() if isinstance(value, types.FunctionType)]
+    shown = [function for function in functions if override_checks(function)]
+    return {function: _called(inspect.unwrap(function)) for function in shown}
+
+
+def _called(function: Any) -> frozenset[str]:
+    """Names what a function uses; for one in C, that is itself."""
+    return frozenset(function.__code__.co_names if hasattr(function, "__code__") else (function.__name__,))

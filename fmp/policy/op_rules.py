@@ -1,0 +1,166 @@
+"""Op rules: which torch functions run in low precision, which in full, which promote, and which are refused."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from fmp.policy import oplists
+from fmp.policy.spellings import name_of
+
+Op = Callable[..., Any] | str
+Kind = Literal["low", "full", "promote", "banned", "leave"]
+
+
+class Rule(NamedTuple):
+    """What happens to an op.
+
+    Attributes:
+        kind: `"low"` casts floating-point arguments to the policy's compute dtype, `"full"` to float32, `"promote"` to
+            the widest dtype among them. `"banned"` raises, `"leave"` does nothing.
+        why: Where the rule comes from, or why the op is banned.
+        always: Whether a banned op raises whatever its arguments, or only if one of them has fewer than 32 bits.
+    """
+
+    kind: Kind
+    why: str
+    always: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OpRules:
+    """Says op by op what to cast, for `fmp.Policy(op_rules=...)`.
+
+    Immutable: each method returns new rules. Naming one spelling of an op (`torch.mm`, `torch.Tensor.mm`,
+    `torch.nn.functional.softmax`, `operator.matmul`, `torch.ops.aten.mm`, `"mm"`) names all of them, in-place ones and
+    `out=` included. An op without a rule runs on what it is given.
+
+    What runs in place, or writes into `out=`, keeps the dtype of what it changes: the other arguments are cast to
+    that. An op that belongs in full precision refuses to change a 16-bit tensor. With an explicit `dtype=`, an op
+    that belongs in full precision is left alone.
+
+    Attributes:
+        base: The lists to start from: `"apex"`, `"torch"` or `""` for none.
+        changes: What was changed since, in order.
+
+    Example:
+        >>> rules = OpRules.apex().full(torch.relu).low("einsum")
+        >>> rules.rule(torch.nn.functional.relu)
+        Rule(kind='full', why='your rule', always=False)
+        >>> rules.rule("softmax").kind, rules.rule(torch.Tensor.matmul).kind, rules.rule("sigmoid")
+        ('full', 'low', None)
+    """
+
+    base: Literal["", "apex", "torch"] = ""
+    changes: tuple[tuple[str, Rule], ...] = ()
+
+    def __post_init__(self):
+        if self.base not in _BASES:
+            raise ValueError(f"base must be one of {', '.join(map(repr, _BASES))}, got {self.base!r}")
+
+    @classmethod
+    def apex(cls) -> "OpRules":
+        """Returns NVIDIA Apex's O1 lists, with additions for what came after Apex; docs/casting.md names them.
+
+        float64 arguments are cast like float32 ones.
+        """
+        return cls("apex")
+
+    @classmethod
+    def torch(cls) -> "OpRules":
+        """Returns the lists of `torch.autocast` on CUDA.
+
+        As there, float64 arguments are left alone, and so is what runs in place or with `out=`.
+        """
+        return cls("torch")
+
+    def low(self, *ops: Op) -> "OpRules":
+        """Runs these ops in the policy's compute dtype."""
+        return self._with(ops, Rule("low", "your rule"))
+
+    def full(self, *ops: Op) -> "OpRules":
+        """Runs these ops in float32; also what makes a banned op allowed."""
+        return self._with(ops, Rule("full", "your rule"))
+
+    def promote(self, *ops: Op) -> "OpRules":
+        """Runs these ops in the widest dtype among their floating-point arguments, 0-dim ones included."""
+        return self._with(ops, Rule("promote", "your rule"))
+
+    def leave(self, *ops: Op) -> "OpRules":
+        """Takes these ops off every list."""
+        return self._with(ops, Rule("leave", "your rule"))
+
+    def banned(self, op: Op, why: str, *, always: bool = False) -> "OpRules":
+        """Makes an op raise `fmp.BannedOpError`.
+
+        Args:
+            op: The op.
+            why: The reason, and what to use instead; it becomes the message.
+            always: Raise whatever the arguments, not only if one of them has fewer than 32 bits.
+        """
+        return self._with((op,), Rule("banned", why, always))
+
+    def rule(self, op: Op) -> Rule | None:
+        """Looks up the rule of an op; None if it has none."""
+        return table(self).get(name_of(op))
+
+    @property
+    def casts_float64(self) -> bool:
+        """Whether float64 arguments are cast."""
+        return self.base != "torch"
+
+    @property
+    def casts_in_place(self) -> bool:
+        """Whether what runs in place or with `out=` has its other arguments cast."""
+        return self.base != "torch"
+
+    def _with(self, ops: tuple[Op, ...], rule: Rule) -> "OpRules":
+        if not ops:
+            raise TypeError(f"{rule.kind}() needs at least one op, such as torch.mm or 'softmax'")
+        return dataclasses.replace(self, changes=(*self.changes, *[(name_of(op), rule) for op in ops]))
+
+
+def table(rules: OpRules) -> Mapping[str, Rule]:
+    """Returns the rule of each op that has one, by its name."""
+    return _table(rules)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(rules: OpRules) -> Mapping[str, Rule]:
+    found = dict(_BASES[rules.base]())
+    for name, rule in rules.changes:
+        found.pop(name, None)
+        if rule.kind != "leave":
+            found[name] = rule
+    return found
+
+
+def _apex() -> Mapping[str, Rule]:
+    listed = {"low": oplists.APEX_LOW, "full": oplists.APEX_FULL, "promote": oplists.APEX_PROMOTE}
+    why = "it needs full-precision input; use binary_cross_entropy_with_logits, or allow it with full(...)"
+    return _rules("Apex's list", listed, oplists.APEX_ADDED) | {
+        name: Rule("banned", why) for name in oplists.APEX_BANNED
+    }
+
+
+def _torch() -> Mapping[str, Rule]:
+    listed = {"low": oplists.TORCH_LOW, "full": oplists.TORCH_FULL, "promote": oplists.TORCH_PROMOTE}
+    why = "torch.autocast refuses it too; use binary_cross_entropy_with_logits, or allow it with full(...)"
+    return _rules("torch's list", listed, oplists.TORCH_INSIDE) | {
+        name: Rule("banned", why, always=True) for name in oplists.TORCH_BANNED
+    }
+
+
+def _rules(
+    why: str, listed: Mapping[str, tuple[str, ...]], added: Mapping[str, Mapping[str, tuple[str, ...]]]
+) -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
+    kinds: tuple[Kind, ...] = ("low", "full", "promote")
+    for kind in kinds:
+        for reason, names in added.get(kind, {}).items():
+            rules |= {name: Rule(kind, reason) for name in names}
+        rules |= {name: Rule(kind, why) for name in listed[kind]}
+    return rules
+
+
+_BASES: Mapping[str, Callable[[], Mapping[str, Rule]]] = {"": dict, "apex": _apex, "torch": _torch}

@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                          # O2 in bfloat16: the model in half, masters in float32
     python examples/train_lm.py --half fp16              # O2 in float16, with dynamic loss scaling
+    python examples/train_lm.py --opt-level O1           # the model in float32, each op in half or float32
     python examples/train_lm.py --opt-level O0           # float32 throughout
     python examples/train_lm.py --resume out/train_lm    # goes on where a run stopped, bit for bit
 
@@ -12,6 +13,7 @@ picture of loss and loss scale, and a sample of what the model writes.
 import argparse
 import importlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -117,23 +119,23 @@ def make_step(model: fmp.Model, args: argparse.Namespace) -> fmp.TrainStep:
 
 
 @torch.no_grad()
-def validation_loss(model: fmp.Model, state: fmp.TrainState, text: Tensor, args: argparse.Namespace) -> float:
-    """Returns the mean loss in nats per byte over the held-out text, with the parameters as they are trained."""
+def validation_loss(apply: Callable, state: fmp.TrainState, text: Tensor, args: argparse.Namespace) -> float:
+    """Returns the mean loss in nats per byte over the held-out text, in the precision of the training."""
     windows = text[: len(text) // (args.context + 1) * (args.context + 1)].view(-1, args.context + 1).long()
     losses = []
     for tokens in windows.split(args.batch):
-        logits, _ = model.apply(state.params, state.buffers, tokens[:, :-1], train=False)
+        logits, _ = apply(state.params, state.buffers, tokens[:, :-1], train=False)
         losses.append(F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"))
     return torch.cat(losses).mean().item()
 
 
 @torch.no_grad()
-def generate(model: fmp.Model, state: fmp.TrainState, prompt: str, length: int, args: argparse.Namespace) -> str:
+def generate(apply: Callable, state: fmp.TrainState, prompt: str, length: int, args: argparse.Namespace) -> str:
     """Returns the prompt and what the model writes after it, sampled at temperature 0.8."""
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.tensor([list(prompt.encode())])
     for _ in range(length):
-        logits, _ = model.apply(state.params, state.buffers, tokens[:, -args.context :], train=False)
+        logits, _ = apply(state.params, state.buffers, tokens[:, -args.context :], train=False)
         probabilities = (logits[:, -1].float() / 0.8).softmax(-1)
         tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
@@ -160,11 +162,11 @@ def draw(history: dict[str, list[float]], title: str, path: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line; the precision flags are those of Apex's ImageNet script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opt-level", default="O2", help="O0, O2 or O3")
+    parser.add_argument("--opt-level", default="O2", help="O0, O1, O2 or O3")
     parser.add_argument(
         "--half",
         default="bf16",
-        help="the 16-bit format of O2 and O3: bf16 or fp16; most CPUs are slow in fp16, so take a tiny model there, "
+        help="the 16-bit format of O1, O2 and O3: bf16 or fp16; most CPUs are slow in fp16, so take a tiny model there, "
         "--width 64 --heads 4 --layers 2 --context 64",
     )
     parser.add_argument("--loss-scale", help="dynamic, none or a number; the level's default otherwise")
@@ -236,11 +238,12 @@ def main() -> None:
     skipped = int(state.skip_count)
     hint = "; the loss scale is far too high" if skipped > 0.5 * args.steps else ""
     print(f"trained     {args.steps - first} steps in {seconds:.0f} s, {skipped} skipped{hint}")
-    print(f"validation  {validation_loss(model, state, held_out, args):.4f} nats per byte")
+    apply = fmp.autocast(model.apply, step.config.policy)
+    print(f"validation  {validation_loss(apply, state, held_out, args):.4f} nats per byte")
     if history["step"]:
         draw(history, str(step.config.policy), args.out / "training.png")
         print(f"picture     {args.out / 'training.png'}")
-    print(f"sample      {generate(model, state, 'The ', 300, args)!r}")
+    print(f"sample      {generate(apply, state, 'The ', 300, args)!r}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The main example: three precisions reach the same loss, and a resumed run ends as one that was never stopped."""
+"""The main example: all precisions reach the same loss, and a resumed run ends as one that was never stopped."""
 
 import os
 import re
@@ -37,17 +37,25 @@ def validation_loss(output: str) -> float:
     return float(found[1])
 
 
-def test_float32_bfloat16_and_float16_reach_the_same_validation_loss(tmp_path):
+def test_all_precisions_reach_the_same_validation_loss(tmp_path):
     steps = ["--steps", "150"]
     reference = validation_loss(train(tmp_path / "O0", "--opt-level", "O0", *steps))
     assert reference < 2.9  # a byte has 5.55 nats when all are equally likely, and 3.26 in this text by frequency alone
-    for half in ("bf16", "fp16"):
-        loss = validation_loss(train(tmp_path / half, "--half", half, *steps))
-        assert loss == pytest.approx(reference, rel=0.01)
-    assert (tmp_path / "fp16" / "training.png").stat().st_size > 10_000
+    for level in ("O1", "O2"):
+        for half in ("bf16", "fp16"):
+            loss = validation_loss(train(tmp_path / level / half, "--opt-level", level, "--half", half, *steps))
+            assert loss == pytest.approx(reference, rel=0.01)
+    assert (tmp_path / "O2" / "fp16" / "training.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("arguments", [["--half", "fp16"], ["--opt-level", "O0", "--accumulate", "2", "--donate"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--half", "fp16"],
+        ["--opt-level", "O1", "--half", "fp16"],
+        ["--opt-level", "O0", "--accumulate", "2", "--donate"],
+    ],
+)
 def test_a_run_that_is_killed_and_resumed_ends_bit_identical(tmp_path, arguments):
     train(tmp_path / "whole", "--steps", "30", *arguments)
     # The checkpoint of step 15 is what a run leaves that is killed soon after.
@@ -76,6 +84,7 @@ def test_a_run_that_is_killed_and_resumed_ends_bit_identical(tmp_path, arguments
         (["--opt-level", "02"], "with the letter O, not zero"),
         (["--opt-level", "O3", "--half", "f32"], "half_dtype must be a 16-bit format"),
         (["--opt-level", "O0", "--keep-norm-fp32", "True"], "everything is float32 already"),
+        (["--opt-level", "O1", "--keep-norm-fp32", "True"], "all parameters stay in float32"),
         (["--loss-scale", "-1"], "loss_scale must be positive"),
     ],
 )

@@ -1,7 +1,7 @@
 """Measures fmp next to its peers and prints one table of ratios.
 
     python -m tests.bench                    # everything, about ten minutes on two cores
-    python -m tests.bench --only mlp         # one of lm, mlp, memory
+    python -m tests.bench --only mlp         # one of lm, mlp, ops, memory
     python -m tests.bench --threads 2
 
 JAX is measured if `jax`, `jmp` and `optax` are installed; nothing else in fmp needs them.
@@ -21,6 +21,7 @@ from tqdm import tqdm
 import fmp
 from tests.bench.harness import Contender, race
 from tests.bench.memory_peaks import gradient_peaks, step_peak
+from tests.bench.op_overhead import op_microseconds
 
 RESULTS = Path(__file__).parent / "results"
 LM, MLP = "tests.bench.lm_step", "tests.bench.mlp_step"
@@ -28,7 +29,11 @@ LM, MLP = "tests.bench.lm_step", "tests.bench.mlp_step"
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: the ratio is what fmp is better by, so more is better."""
+    """One comparison: the ratio is what fmp is better by, so more is better.
+
+    Attributes:
+        allowance: What fmp may take beyond what the target ratio says, in the row's unit.
+    """
 
     what: str
     fmp: float
@@ -36,11 +41,17 @@ class Row:
     unit: str
     ratio: float
     target: float
+    allowance: float = 0.0
 
     @property
     def met(self) -> bool:
         """Whether the ratio reaches its target."""
-        return self.ratio >= self.target
+        return self.ratio >= self.target or self.fmp <= self.peer / self.target + self.allowance
+
+    @property
+    def goal(self) -> str:
+        """The target as the table shows it."""
+        return f"{self.target:.2f} x" + (f" + {self.allowance} {self.unit}" if self.allowance else "")
 
 
 def forms_of_fmp(module: str) -> list[Contender]:
@@ -56,6 +67,8 @@ def lm_rows(arguments: argparse.Namespace) -> list[Row]:
     """The language-model step in bfloat16."""
     contenders = [
         *forms_of_fmp(LM),
+        Contender("fmp O1 eager", LM, "fmp-O1"),
+        Contender("fmp O1 compiled", LM, "fmp-O1-compiled"),
         Contender("torch.amp eager", LM, "amp"),
         Contender("torch.amp compiled", LM, "amp-compiled"),
     ]
@@ -68,6 +81,8 @@ def lm_rows(arguments: argparse.Namespace) -> list[Row]:
         ("fmp compiled", "torch.amp eager", 1.5),
         ("fmp compiled", "torch.amp compiled", 1.0),
         ("fmp compiled", "JAX + jmp + optax", 3.0),
+        ("fmp O1 eager", "torch.amp eager", 1.0),
+        ("fmp O1 compiled", "torch.amp compiled", 1.0),
     ]
     return [row for pair in pairs if (row := compare("LM step, bf16", times, *pair))]
 
@@ -78,6 +93,19 @@ def mlp_rows(arguments: argparse.Namespace) -> list[Row]:
     times = race(contenders, threads=1, rounds=arguments.rounds, steps=10, report=tqdm.write)
     mine = [contender.name for contender in forms_of_fmp(MLP)]
     return [row for name in mine if (row := compare("MLP, 20 steps, f32", times, name, "torch eager", 1.0))]
+
+
+def op_rows(arguments: argparse.Namespace) -> list[Row]:
+    """Single ops that need no cast, under the mode that casts op by op."""
+    rows = []
+    for op, times in op_microseconds(arguments.rounds).items():
+        mine = times["fmp.autocast"]
+        # torch hands its Python functions to any mode by a slow road; what is left is ours.
+        peers = ["torch.autocast", "empty mode"] if op.startswith("F.") else ["torch.autocast"]
+        for peer in peers:
+            name, ratio = f"{op}: fmp.autocast / {peer}", times[peer] / mine
+            rows.append(Row(name, mine, times[peer], "us", ratio, 1.0, allowance=1.5))
+    return rows
 
 
 def memory_rows(arguments: argparse.Namespace) -> list[Row]:
@@ -104,7 +132,7 @@ def table(rows: list[Row]) -> str:
     """Writes rows as a Markdown table."""
     lines = ["| what | fmp | peer | better by | target | met |", "| --- | ---: | ---: | ---: | ---: | --- |"]
     lines += [
-        f"| {row.what} | {row.fmp:.1f} {row.unit} | {row.peer:.1f} {row.unit} | {row.ratio:.2f} x | {row.target:.2f} x "
+        f"| {row.what} | {row.fmp:.1f} {row.unit} | {row.peer:.1f} {row.unit} | {row.ratio:.2f} x | {row.goal} "
         f"| {'yes' if row.met else 'no'} |"
         for row in rows
     ]
@@ -120,13 +148,13 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["lm", "mlp", "memory"])
+    parser.add_argument("--only", choices=["lm", "mlp", "ops", "memory"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", help="keep the table under tests/bench/results by this name")
     arguments = parser.parse_args()
 
-    sections = {"memory": memory_rows, "mlp": mlp_rows, "lm": lm_rows}
+    sections = {"memory": memory_rows, "ops": op_rows, "mlp": mlp_rows, "lm": lm_rows}
     chosen = [arguments.only] if arguments.only else list(sections)
     rows = [row for name in tqdm(chosen, desc="benchmarks") for row in sections[name](arguments)]
     heading = (

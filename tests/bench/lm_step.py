@@ -1,4 +1,4 @@
-"""The step of examples/train_lm.py in bfloat16, by fmp and by torch.amp."""
+"""The step of examples/train_lm.py in bfloat16, by fmp (O2 or O1) and by torch.amp."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 128, 256, 8, 4, 16
 
 
 def setup(variant: str) -> Callable[[], None]:
-    """Prepares one variant: fmp, fmp-donated, fmp-compiled, amp or amp-compiled."""
+    """Prepares one variant: fmp, fmp-donated, fmp-compiled, fmp-O1, fmp-O1-compiled, amp or amp-compiled."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     module = GPT(CONTEXT, WIDTH, HEADS, LAYERS)
@@ -33,7 +33,12 @@ def setup(variant: str) -> Callable[[], None]:
 
 def _fmp(module: GPT, tokens: torch.Tensor, form: str) -> Callable[[], None]:
     model = fmp.functionalize(module)
-    arguments = Namespace(**{**vars(ARGUMENTS), "donate": form == "donated", "compile": form == "compiled"})
+    changes = {
+        "opt_level": "O1" if "O1" in form else "O2",
+        "donate": "donated" in form,
+        "compile": "compiled" in form,
+    }
+    arguments = Namespace(**{**vars(ARGUMENTS), **changes})
     step = make_step(model, arguments)
     state = step.init(model.params, buffers=model.buffers)
 

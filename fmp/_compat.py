@@ -8,6 +8,7 @@ import optree
 import optree.registry
 import torch
 import torch.utils._pytree as torch_pytree
+from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -98,7 +99,7 @@ def compiled_on_its_own(fn: T) -> T:
 
 def registered_op(op: Any) -> Any:
     """Returns the operator that `torch.library.custom_op` registered; anything else as it is."""
-    return op._opoverload if isinstance(op, torch.library.CustomOpDef) else op
+    return op._opoverload if isinstance(op, CustomOpDef) else op
 
 
 def is_compiled(fn: Any) -> bool:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fmp
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from train_lm import GPT, make_step
+from train_lm import GPT, make_policy, make_step
 
 ARGUMENTS = Namespace(
     opt_level="O2", half="bf16", loss_scale=None, keep_norm_fp32=None, steps=600, warm_up=50, learning_rate=2e-3,
@@ -39,7 +39,7 @@ def _fmp(module: GPT, tokens: torch.Tensor, form: str) -> Callable[[], None]:
         "compile": "compiled" in form,
     }
     arguments = Namespace(**{**vars(ARGUMENTS), **changes})
-    step = make_step(model, arguments)
+    step = make_step(model, make_policy(arguments), arguments)
     state = step.init(model.params, buffers=model.buffers)
 
     def run() -> None:

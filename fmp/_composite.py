@@ -46,15 +46,25 @@ def body(func: Any) -> types.FunctionType:
     Args:
         func: A function of `torch.nn.functional` or the like that begins with `has_torch_function`.
     """
-    checks = dict.fromkeys(override_checks(func), lambda *args: False)
+    replaced = dict.fromkeys(override_checks(func), lambda *args: False)
+    if "_check_key_padding_mask" in func.__code__.co_names:
+        replaced["_check_key_padding_mask"] = _check_key_padding_mask
     return types.FunctionType(
-        func.__code__, func.__globals__ | checks, func.__name__, func.__defaults__, func.__closure__
+        func.__code__, func.__globals__ | replaced, func.__name__, func.__defaults__, func.__closure__
     )
 
 
 def override_checks(func: Any) -> list[str]:
     """Lists the names by which a Python function of torch asks for overrides; empty for one that does not."""
     return [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+
+
+def _check_key_padding_mask(key_padding_mask: torch.Tensor, src_len: int, bsz: int) -> None:
+    """Does what torch's own function does, without a message that torch.compile cannot trace."""
+    if tuple(key_padding_mask.shape[:2]) != (bsz, src_len):
+        raise AssertionError(
+            f"key_padding_mask must have the shape ({bsz}, {src_len}), got {tuple(key_padding_mask.shape)}"
+        )
 
 
 def inside(body: Callable[..., Any], mode: TorchFunctionMode, /, *args: Any, **kwargs: Any) -> Any:

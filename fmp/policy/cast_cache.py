@@ -34,7 +34,6 @@ class CastCache:
         self._arguments = {id(tensor): tensor for tensor in arguments}
         self._level = _compat.transform_level()
         self._entries: dict[Any, _Entry] = {}
-        self._open = False
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Casts a tensor, or finds the cast that was made before."""
@@ -49,17 +48,10 @@ class CastCache:
             return _UseAgain.apply(tensor, entry.cast.detach())
         return entry.cast
 
-    def forget(self) -> None:
-        """Casts anew at each use from now on, because memory may be written to unseen."""
-        self._open = True
-
     def _remembers(self, tensor: torch.Tensor) -> bool:
         # Inference tensors do not count their changes. Forward mode keeps nothing, so there is nothing to save.
         return (
-            not self._open
-            and not tensor.is_inference()
-            and self._level == _compat.transform_level()
-            and not _compat.forward_mode_active()
+            not tensor.is_inference() and self._level == _compat.transform_level() and not _compat.forward_mode_active()
         )
 
 

@@ -23,7 +23,7 @@ from fmp import _compat, tree
 from fmp._composite import CastingMode
 from fmp.dtypes import is_castable
 from fmp.policy.cast_cache import CastCache
-from fmp.policy.handlers import Args, Handler, Kwargs, handlers, table_of, traced_handler
+from fmp.policy.handlers import TABLES, Args, Handler, Kwargs, table_of, traced_handler
 from fmp.policy.op_rules import OpRules
 from fmp.policy.policy import Policy
 
@@ -160,23 +160,25 @@ class Caster(CastingMode):
         self.covers = 0
         self._casts_float64 = rules.casts_float64
         self._table = table_of(rules.base, rules.changes)
+        # After a graph break, the rest runs eagerly with what was made while tracing.
+        self._cache: CastCache | None = None
+        self._watched: Mapping[Any, Handler] | None = None
         if not is_compiling():
             self._cache = CastCache([leaf for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor)])
-            self._handlers = handlers(self._table)
             for mode in _compat.function_modes():
                 if isinstance(mode, Watcher):
-                    self._handlers = mode.watch(self, self._handlers)
+                    self._watched = mode.watch(self, TABLES[self._table])
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Runs one torch function."""
-        handler = traced_handler(self._table, func) if is_compiling() else self._handlers.get(func)
+        handler = self._handler_of(func)
         if handler is None or self.covers:
             return func(*args, **kwargs) if kwargs else func(*args)
         return handler(self, func, args, kwargs or {})
 
     def run_as(self, func: Any, substitute: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Casts the arguments as those of `func`, and runs the substitute on them without casting inside."""
-        handler = traced_handler(self._table, func) if is_compiling() else self._handlers.get(func)
+        handler = self._handler_of(func)
         if handler is None or self.covers:
             return substitute(*args, **kwargs)
 
@@ -200,9 +202,13 @@ class Caster(CastingMode):
 
     def forget(self) -> None:
         """Takes note that others may write to the memory of tensors from now on."""
-        if not is_compiling():
-            self._cache.forget()
+        self._cache = None
+
+    def _handler_of(self, func: Any) -> Handler | None:
+        if is_compiling():
+            return traced_handler(self._table, func)
+        return (self._watched or TABLES[self._table]).get(func)
 
     def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         # The compiler itself finds casts that occur twice.
-        return tensor.to(dtype) if is_compiling() else self._cache.cast(tensor, dtype)
+        return tensor.to(dtype) if is_compiling() or self._cache is None else self._cache.cast(tensor, dtype)

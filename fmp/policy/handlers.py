@@ -21,6 +21,7 @@ from fmp.policy.spellings import spellings
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[Any, Any, Args, Kwargs], Any]  # (caster, func, args, kwargs) -> what func returns
+Changing = Callable[[Any, Any, Any, Args, Kwargs], Any]  # (caster, func, what it writes into, args, kwargs) -> likewise
 
 _SEQUENCES = (list, tuple)
 _PREFIXES = ("linalg_", "special_", "fft_")  # torch.linalg.norm is linalg_norm
@@ -36,9 +37,10 @@ _OPEN_MEMORY = (
 )
 
 
-# The tables that were made so far, and those of their handlers that torch.compile has met. It cannot look up a Python
-# function in a dictionary, but it can read the attribute of an object whose name is a constant.
-_TABLES: dict[str, Mapping[Any, Handler]] = {}
+# How to run each torch function that some rule concerns, for the op rules that were met so far; and those of the
+# handlers that torch.compile has met. It cannot look up a Python function in a dictionary, but it can read an attribute
+# whose name is a constant.
+TABLES: dict[str, Mapping[Any, Handler]] = {}
 _TRACED = types.SimpleNamespace()
 
 
@@ -46,11 +48,6 @@ _TRACED = types.SimpleNamespace()
 def table_of(*parts: Any) -> str:
     """Names the table of handlers for the op rules that have these fields."""
     return _made(*parts)
-
-
-def handlers(table: str) -> Mapping[Any, Handler]:
-    """Returns how to run each torch function that some rule concerns; the others run as they are."""
-    return _TABLES[table]
 
 
 def traced_handler(table: str, func: Any) -> Handler | None:
@@ -61,7 +58,7 @@ def traced_handler(table: str, func: Any) -> Handler | None:
 
 @_compat.constant_while_tracing
 def _traced_name(table: str, func: Any) -> str | None:
-    handler = _TABLES[table].get(func)
+    handler = TABLES[table].get(func)
     if handler is None:
         return None
     name = f"handler_{id(handler)}"
@@ -71,8 +68,8 @@ def _traced_name(table: str, func: Any) -> str | None:
 
 @functools.cache
 def _made(*parts: Any) -> str:
-    name = f"table_{len(_TABLES)}"
-    _TABLES[name] = _handlers(OpRules(*parts))
+    name = f"table_{len(TABLES)}"
+    TABLES[name] = _handlers(OpRules(*parts))
     return name
 
 
@@ -89,7 +86,7 @@ def _handlers(rules: OpRules) -> Mapping[Any, Handler]:
     for name, rule in by_name.items():
         found = spellings(name)
         changing = _changing(name, rule) if rules.casts_in_place else _as_it_is
-        handler = _by_target(_HANDLERS[rule.kind] if rule.kind != "banned" else _banned(name, rule), changing)
+        handler = _banned(name, rule) if rule.kind == "banned" else _HANDLERS[rule.kind](changing)
         ruled |= {func: _by_flag(func, handler, changing) for func in found.plain}
         ruled |= {func: functools.partial(_in_place, changing) for func in found.in_place}
     if F.interpolate in special:
@@ -99,30 +96,49 @@ def _handlers(rules: OpRules) -> Mapping[Any, Handler]:
     return special | ruled | {composite: _entered(composite) for composite in _ENTERED}
 
 
-def _low(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if _all_have(caster.low, args) and not (kwargs and not _all_have(caster.low, kwargs.values())):
-        return func(*args, **kwargs)
-    return _cast_all(caster, caster.low, func, args, kwargs)
+def _low(changing: Changing) -> Handler:
+    def low(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return _into_out(changing, caster, func, args, kwargs)
+        if _all_have(caster.low, args) and not (kwargs and not _all_have(caster.low, kwargs.values())):
+            return func(*args, **kwargs)
+        return _cast_all(caster, caster.low, func, args, kwargs)
+
+    return low
 
 
-def _full(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    if _all_have(torch.float32, args) and not (kwargs and not _all_have(torch.float32, kwargs.values())):
-        return func(*args, **kwargs)
-    if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
-        return func(*args, **kwargs)
-    return _cast_all(caster, torch.float32, func, args, kwargs)
+def _full(changing: Changing) -> Handler:
+    def full(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return _into_out(changing, caster, func, args, kwargs)
+        if _all_have(torch.float32, args) and not (kwargs and not _all_have(torch.float32, kwargs.values())):
+            return func(*args, **kwargs)
+        if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
+            return func(*args, **kwargs)
+        return _cast_all(caster, torch.float32, func, args, kwargs)
+
+    return full
 
 
-def _promote(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    first = args[0] if args else None
-    first = first[0] if type(first) in _SEQUENCES and first else first
-    if not kwargs and isinstance(first, Tensor) and _all_have(first.dtype, args):
-        return func(*args)
-    found = set(_dtypes(caster, (*args, *kwargs.values())))
-    # torch promotes no 8-bit format, and says so.
-    if len(found) < 2 or any(dtype.itemsize == 1 for dtype in found):
-        return func(*args, **kwargs)
-    return _cast_all(caster, functools.reduce(torch.promote_types, found), func, args, kwargs)
+def _promote(changing: Changing) -> Handler:
+    def promote(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if kwargs and kwargs.get("out") is not None:
+            return _into_out(changing, caster, func, args, kwargs)
+        first = args[0] if args else None
+        if type(first) in _SEQUENCES and first:
+            first = first[0]
+        if not kwargs and isinstance(first, Tensor) and _all_have(first.dtype, args):
+            return func(*args)
+        found = set(_dtypes(caster, (*args, *kwargs.values())))
+        # torch promotes no 8-bit format, and says so.
+        if len(found) < 2 or any(dtype.itemsize == 1 for dtype in found):
+            return func(*args, **kwargs)
+        return _cast_all(caster, functools.reduce(torch.promote_types, found), func, args, kwargs)
+
+    return promote
+
+
+_HANDLERS: Mapping[str, Callable[[Changing], Handler]] = {"low": _low, "full": _full, "promote": _promote}
 
 
 def _banned(name: str, rule: Rule) -> Handler:
@@ -136,22 +152,13 @@ def _banned(name: str, rule: Rule) -> Handler:
     return banned
 
 
-_HANDLERS: Mapping[str, Handler] = {"low": _low, "full": _full, "promote": _promote}
+def _into_out(changing: Changing, caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Runs a call that writes into `out=`."""
+    rest = {name: value for name, value in kwargs.items() if name != "out"}
+    return changing(caster, functools.partial(func, out=kwargs["out"]), kwargs["out"], args, rest)
 
 
-def _by_target(plain: Handler, changing: Callable[..., Any]) -> Handler:
-    """Tells a call that writes into `out=` from one that makes a new tensor."""
-
-    def by_target(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if kwargs and (target := kwargs.get("out")) is not None:
-            rest = {name: value for name, value in kwargs.items() if name != "out"}
-            return changing(caster, functools.partial(func, out=target), target, args, rest)
-        return plain(caster, func, args, kwargs)
-
-    return by_target
-
-
-def _by_flag(func: Any, handler: Handler, changing: Callable[..., Any]) -> Handler:
+def _by_flag(func: Any, handler: Handler, changing: Changing) -> Handler:
     """Tells calls of a function of torch.nn.functional with `inplace=True` from those without, if it has the flag."""
     code = func.__code__ if isinstance(func, types.FunctionType) else None
     if code is None or "inplace" not in code.co_varnames[: code.co_argcount]:
@@ -165,11 +172,11 @@ def _by_flag(func: Any, handler: Handler, changing: Callable[..., Any]) -> Handl
     return by_flag
 
 
-def _in_place(changing: Callable[..., Any], caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _in_place(changing: Changing, caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return changing(caster, functools.partial(func, args[0]), args[0], args[1:], kwargs)
 
 
-def _changing(name: str, rule: Rule) -> Callable[..., Any]:
+def _changing(name: str, rule: Rule) -> Changing:
     """Runs a function that writes into a tensor: that one keeps its dtype, and the rest is cast to it."""
 
     def changing(caster: Any, func: Any, target: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -238,7 +245,7 @@ def _interpolate(by_name: Mapping[str, Rule]) -> Handler:
         name = {"nearest": "upsample_nearest", "nearest-exact": "_upsample_nearest_exact"}.get(mode, f"upsample_{mode}")
         name = f"{name}{dimensions}d"
         rule = by_name.get(f"_{name}_aa" if given.arguments["antialias"] else name)
-        handler = _HANDLERS[rule.kind] if rule and rule.kind in _HANDLERS else entered
+        handler = _HANDLERS[rule.kind](_as_it_is) if rule and rule.kind in _HANDLERS else entered
         return handler(caster, func, args, kwargs)
 
     return interpolate
@@ -247,7 +254,7 @@ def _interpolate(by_name: Mapping[str, Rule]) -> Handler:
 def _ipow(in_place: Handler, caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Runs `x **= y`, which makes a new tensor if `x` cannot hold float32, as it does under Apex."""
     narrow = any(dtype.itemsize < 4 for dtype in _dtypes(caster, args[:1]))
-    return _full(caster, torch.pow, args, kwargs) if narrow else in_place(caster, func, args, kwargs)
+    return _full(_as_it_is)(caster, torch.pow, args, kwargs) if narrow else in_place(caster, func, args, kwargs)
 
 
 def _forget(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:

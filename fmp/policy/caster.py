@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from fmp import _compat, tree
 from fmp._composite import CastingMode
-from fmp.dtypes import is_castable
+from fmp.dtypes import is_castable, short_name
 from fmp.policy.cast_cache import CastCache
 from fmp.policy.handlers import TABLES, Args, Handler, Kwargs, table_of, traced_handler
 from fmp.policy.op_rules import OpRules
@@ -56,6 +56,7 @@ def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool = True) ->
 
     Raises:
         TypeError: If `policy` is not a policy, or `fn` cannot be called.
+        ValueError: If `fn` is an `nn.Module` whose parameters a policy without op rules would have to cast.
         BannedOpError: When called, if `fn` uses an op that the rules refuse, or changes a 16-bit tensor in place by an
             op that belongs in full precision.
 
@@ -79,6 +80,8 @@ def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool = True) ->
         raise TypeError(f"autocast transforms a function, got {fn!r}")
     if not enabled:
         return fn
+    if isinstance(fn, nn.Module) and policy.op_rules is None:
+        _check_module(fn, policy)
 
     @functools.wraps(fn, updated=())
     @_compat.compiled_on_its_own
@@ -91,6 +94,17 @@ def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool = True) ->
         return policy.cast_to_output(output)
 
     return cast_fn
+
+
+def _check_module(module: nn.Module, policy: Policy) -> None:
+    """Refuses to cast the inputs of a module, which without op rules are all that is cast, and not its parameters."""
+    dtypes = {param.dtype for param in module.parameters() if is_castable(param)}
+    if dtypes and policy.compute_dtype is not None and policy.compute_dtype not in dtypes:
+        raise ValueError(
+            f"{type(module).__name__} has parameters in {', '.join(map(short_name, dtypes))}, which are no arguments; "
+            f"a policy without op rules that computes in {short_name(policy.compute_dtype)} does not cast them; use "
+            "fmp.autocast(fmp.functionalize(module).apply, policy), or a policy with op rules, such as O1"
+        )
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def _table(rules: OpRules) -> Mapping[str, Rule]:
 
 def _apex() -> Mapping[str, Rule]:
     listed = {"low": oplists.APEX_LOW, "full": oplists.APEX_FULL, "promote": oplists.APEX_PROMOTE}
-    why = "it needs full-precision input; use binary_cross_entropy_with_logits, or allow it with full(...)"
+    why = "it needs full-precision input; use binary_cross_entropy_with_logits, or allow it with OpRules.full(...)"
     return _rules("Apex's list", listed, oplists.APEX_ADDED) | {
         name: Rule("banned", why) for name in oplists.APEX_BANNED
     }
@@ -145,7 +145,7 @@ def _apex() -> Mapping[str, Rule]:
 
 def _torch() -> Mapping[str, Rule]:
     listed = {"low": oplists.TORCH_LOW, "full": oplists.TORCH_FULL, "promote": oplists.TORCH_PROMOTE}
-    why = "torch.autocast refuses it too; use binary_cross_entropy_with_logits, or allow it with full(...)"
+    why = "torch.autocast refuses it too; use binary_cross_entropy_with_logits, or allow it with OpRules.full(...)"
     return _rules("torch's list", listed, oplists.TORCH_INSIDE) | {
         name: Rule("banned", why, always=True) for name in oplists.TORCH_BANNED
     }

@@ -208,7 +208,7 @@ def _check_level(level: Any) -> None:
 
 
 def _check_known(unknown: dict[str, Any]) -> None:
-    known = list(opt_level.__kwdefaults__ or ())
+    known = ["half_dtype", *(opt_level.__kwdefaults__ or ())]
     for name in unknown:
         if name in _ELSEWHERE:
             raise TypeError(f"opt_level takes no {name!r}; {_ELSEWHERE[name]}")

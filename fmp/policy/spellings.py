@@ -125,7 +125,10 @@ def name_of(op: Op | str) -> str:
     if isinstance(op, str):
         return _named_in_text(op)
     if not callable(op):
-        raise TypeError(f"op must be a function of torch or the name of one, got {op!r} of type {type(op).__name__}")
+        hint = "; name several ops as arguments of their own" if isinstance(op, list | tuple | set) else ""
+        raise TypeError(
+            f"op must be a function of torch or the name of one, got {op!r} of type {type(op).__name__}{hint}"
+        )
     op = _compat.registered_op(op)
     name = _candidate(op)
     if name is None or not (_is_operator(op) or op in spellings(name)):

@@ -340,6 +340,8 @@ def test_a_function_that_is_no_op_is_refused(op):
 def test_bad_rules():
     with pytest.raises(ValueError, match="torch has no op 'soft_max'; did you mean 'softmax'"):
         OpRules.apex().full("soft_max")
+    with pytest.raises(TypeError, match=r"of type list; name several ops as arguments of their own"):
+        OpRules.apex().full(["relu", "gelu"])  # pyright: ignore[reportArgumentType]  # the point of the test
     with pytest.raises(TypeError, match="got 3 of type int"):
         OpRules.apex().full(3)  # pyright: ignore[reportArgumentType]  # the point of the test
     with pytest.raises(TypeError, match=r"low\(\) needs at least one op"):

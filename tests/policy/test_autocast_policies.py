@@ -340,5 +340,14 @@ def test_with_op_rules_nothing_is_cast_to_compute_beforehand():
     assert policy.cast_to_output(x()).dtype == F32
 
 
+def test_a_module_is_not_cast_halfway():
+    layer = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"Linear has parameters in f32, .* computes in bf16 .*functionalize"):
+        fmp.autocast(layer, Policy.parse("bf16"))
+    for policy in (Policy.parse("f32"), Policy(None, None, None)):
+        assert torch.equal(fmp.autocast(layer, policy)(x()), layer(x()))
+    assert fmp.autocast(layer.bfloat16(), Policy.parse("bf16"))(x()).dtype == BF16
+
+
 def test_op_rules_without_a_compute_dtype_cast_nothing():
     assert fmp.autocast(kinds, Policy(None, None, None, op_rules="apex"))(x().half()) == (F16, F16)

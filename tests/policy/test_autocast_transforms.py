@@ -271,3 +271,31 @@ def test_taped_gradients_through_a_compiled_function():
         assert [g is None for g in found] == [g is None for g in expected]
         for one, other in zip(tree.leaves(found), tree.leaves(expected), strict=True):
             torch.testing.assert_close(one, other, rtol=0.05, atol=0.01)
+
+
+def test_what_follows_a_graph_break_is_cast_too():
+    def run(x, w):
+        first = x @ w
+        torch._dynamo.graph_break()
+        second = (first @ w).softmax(-1)
+        return first.dtype, second.dtype, (second @ w).dtype
+
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    compiled = torch.compile(fmp.autocast(run, APEX), backend="eager")
+    for _ in range(2):
+        assert compiled(x, w) == fmp.autocast(run, APEX)(x, w) == (BF16, F32, BF16)
+    assert (x @ w).dtype == F32
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, F32])
+def test_attention_with_a_padding_mask_compiles(dtype):
+    layer = torch.nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+    model = fmp.functionalize(layer)
+    query, mask = torch.randn(2, 4, 8), torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]]).to(dtype)
+    options: Any = {"key_padding_mask": mask, "train": True}
+    for apply in (model.apply, fmp.autocast(model.apply, APEX)):
+        run = lambda seed, apply=apply: apply(model.params, {}, query, query, query, seed=seed, **options)[0]
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        for one, other in zip(compiled(1), run(1), strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=0.05, atol=0.01)

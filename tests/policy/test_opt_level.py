@@ -256,10 +256,11 @@ def test_wrong_types_are_refused(overrides):
     [
         ("keep_batchnorm", "did you mean 'keep_batchnorm_fp32'"),
         ("master_weight", "did you mean 'master_weights'"),
+        ("half_type", "did you mean 'half_dtype'"),
         ("min_loss_scale", r"fmp.DynamicLossScale\(min_scale="),
         ("max_loss_scale", r"fmp.DynamicLossScale\(max_scale="),
         ("num_losses", "dict of losses"),
-        ("xyzzy", "the overrides are enabled, cast_model_type, .* keep_full"),
+        ("xyzzy", "the overrides are half_dtype, enabled, cast_model_type, .* keep_full"),
     ],
 )
 def test_unknown_overrides_get_advice(name, advice):

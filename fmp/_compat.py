@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 T = TypeVar("T")
 
 _VERSION: Any = torch.__version__
+_autocast_is_on: Any = cast(Any, torch._C)._is_any_autocast_enabled
 _functorch: Any = cast(Any, torch._C)._functorch
 
 # `register_pytree_node(..., namespace="")` is refused, yet only nodes of the global registry are seen by every
@@ -95,6 +96,20 @@ def compiled_on_its_own(fn: T) -> T:
     copied = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return cast(T, copied)
+
+
+@constant_while_tracing
+def autocast_depth() -> int:
+    """Counts the `torch.autocast` contexts around the caller, those with `enabled=False` included."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@constant_while_tracing
+def autocast_devices() -> tuple[str, ...]:
+    """Lists the types of device for which `torch.autocast` is on around the caller."""
+    devices = ("cpu", "cuda", "xpu", "mps", "hpu") if _autocast_is_on() else ()
+    return tuple([device for device in devices if torch.is_autocast_enabled(device)])
 
 
 def registered_op(op: Any) -> Any:

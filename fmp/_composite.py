@@ -46,7 +46,7 @@ def body(func: Any) -> types.FunctionType:
     Args:
         func: A function of `torch.nn.functional` or the like that begins with `has_torch_function`.
     """
-    replaced = dict.fromkeys(override_checks(func), lambda *args: False)
+    replaced: dict[str, Any] = dict.fromkeys(override_checks(func), lambda *args: False)
     if "_check_key_padding_mask" in func.__code__.co_names:
         replaced["_check_key_padding_mask"] = _check_key_padding_mask
     return types.FunctionType(

@@ -139,21 +139,6 @@ def _attention(
         )
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask must be None with is_causal=True")
-    written_out = functools.partial(_written_out, mode, dropout_p, is_causal, scale, enable_gqa)
-    return run_as(F.scaled_dot_product_attention, written_out, query, key, value, attn_mask)
-
-
-def _written_out(
-    mode: SeededRandomness,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-) -> torch.Tensor:
     full = full_precision(query.dtype)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -301,6 +286,16 @@ def _refuse_generator(name: str, generator: torch.Generator | None) -> None:
         raise ValueError(f"{name}: a generator and a seed exclude each other; leave one out")
 
 
+def _as_one_op(func: Any, handler: Callable[..., Any], mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> Any:
+    """Runs the seeded form of a function; a mode that casts op by op takes it for that function."""
+    return run_as(func, functools.partial(handler, mode), *args, **kwargs)
+
+
+def _all(func: Any) -> list[Any]:
+    """A function of torch, and the operator of its name with its overloads."""
+    return [func, *_forms(getattr(torch.ops.aten, func.__name__))]
+
+
 def _out_of_place(function: types.FunctionType, mode: SeededRandomness, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Likewise, but changes an input in place only at the end: the compiler hides in-place dropout from the mode."""
     place = function.__code__.co_varnames.index("inplace")
@@ -329,8 +324,7 @@ _SEEDED: dict[Any, Callable[..., Any]] = {
 }
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **_drawing_functions(),
-    **_SEEDED,
-    **{form: handler for func, handler in _SEEDED.items() for form in _forms(getattr(torch.ops.aten, func.__name__))},
+    **{form: functools.partial(_as_one_op, func, handler) for func, handler in _SEEDED.items() for form in _all(func)},
     **{func: functools.partial(_out_of_place, body(func)) for func in _DROPOUTS},
     **{func: functools.partial(_refused, func.__name__) for func in (*_POOLS, *_POOLS_WITH_INDICES, *_INITIALISERS)},
     F.multi_head_attention_forward: functools.partial(inside, body(F.multi_head_attention_forward)),

@@ -49,9 +49,12 @@ class CastCache:
         return entry.cast
 
     def _remembers(self, tensor: torch.Tensor) -> bool:
-        # Inference tensors do not count their changes. Forward mode keeps nothing, so there is nothing to save.
+        # Inference tensors do not count their changes, and what is made in inference mode is of no use outside of it.
+        # Forward mode keeps nothing, so there is nothing to save.
         return (
-            not tensor.is_inference() and self._level == _compat.transform_level() and not _compat.forward_mode_active()
+            not (tensor.is_inference() or torch.is_inference_mode_enabled())
+            and self._level == _compat.transform_level()
+            and not _compat.forward_mode_active()
         )
 
 

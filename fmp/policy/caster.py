@@ -10,8 +10,9 @@ them. docs/casting.md says for each op what happens and why.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,18 +26,20 @@ from fmp.dtypes import is_castable, short_name
 from fmp.policy.cast_cache import CastCache
 from fmp.policy.handlers import TABLES, Args, Handler, Kwargs, table_of, traced_handler
 from fmp.policy.op_rules import OpRules
-from fmp.policy.policy import Policy
+from fmp.policy.policy import Policy, as_flag
 
 Tree = Any
 
 
-def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool = True) -> Callable[..., Any]:
+def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool | str = True) -> Callable[..., Any]:
     """Transforms a function into one that runs in the precision that a policy says.
 
     With `policy.op_rules`, arguments are left alone and each torch function inside casts its own: to the policy's
     compute dtype for what the rules call low, to float32 for what they call full, to the widest argument for what they
     promote. Without op rules, the floating-point leaves of the arguments are cast to the compute dtype, each argument
     by the policy's `keep_full` names. Either way the floating-point leaves of the result are cast to the output dtype.
+
+    Inside, `torch.autocast` from outside is off, and code under `torch.autocast(..., enabled=False)` is not cast.
 
     The dtypes are the same eagerly, under every torch.func transform and under `torch.compile`. A weight that is used
     many times is cast once in a call. Inside a function that was transformed with one policy, another one replaces it
@@ -49,7 +52,7 @@ def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool = True) ->
     Args:
         fn: Any function, or an `nn.Module`.
         policy: The policy.
-        enabled: False returns `fn` itself.
+        enabled: False, or "False" from a command line, returns `fn` itself.
 
     Returns:
         A function with `fn`'s arguments.
@@ -76,9 +79,8 @@ def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool = True) ->
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy, got {policy!r}; see fmp.opt_level and fmp.Policy.parse")
-    if not callable(fn):
-        raise TypeError(f"autocast transforms a function, got {fn!r}")
-    if not enabled:
+    check_function("autocast", fn)
+    if not as_flag("enabled", enabled):
         return fn
     if isinstance(fn, nn.Module) and policy.op_rules is None:
         _check_module(fn, policy)
@@ -96,6 +98,29 @@ def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool = True) ->
     return cast_fn
 
 
+def check_function(name: str, fn: Any) -> None:
+    """Refuses what is no function, and functions whose body runs after they have returned.
+
+    Raises:
+        TypeError: If `fn` is one of these.
+    """
+    if not callable(fn):
+        raise TypeError(f"{name} transforms a function, got {fn!r}")
+    for kind, is_one in _LATER.items():
+        if is_one(fn):
+            raise TypeError(
+                f"{name}: {getattr(fn, '__name__', fn)} is {kind} function, whose body runs when it has returned, and "
+                f"casting has ended; use {name} on what it calls"
+            )
+
+
+_LATER = {
+    "a coroutine": inspect.iscoroutinefunction,
+    "a generator": inspect.isgeneratorfunction,
+    "an asynchronous generator": inspect.isasyncgenfunction,
+}
+
+
 def _check_module(module: nn.Module, policy: Policy) -> None:
     """Refuses to cast the inputs of a module, which without op rules are all that is cast, and not its parameters."""
     dtypes = {param.dtype for param in module.parameters() if is_castable(param)}
@@ -109,18 +134,19 @@ def _check_module(module: nn.Module, policy: Policy) -> None:
 
 @contextmanager
 def casting(policy: Policy, *arguments: Tree) -> Iterator[None]:
-    """Casts op by op inside, if the policy has op rules; an outer policy is off in any case.
+    """Casts op by op inside, if the policy has op rules; an outer policy, and `torch.autocast`, are off in any case.
 
     Args:
         policy: The policy.
         *arguments: Trees of tensors that are there before and after, such as parameters. Each is cast once.
     """
-    with covered():
-        if policy.op_rules is None or policy.compute_dtype is None:
-            yield
-        else:
-            with Caster(policy.op_rules, policy.compute_dtype, arguments):
-                yield
+    with ExitStack() as stack:
+        for device in _compat.autocast_devices():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(covered())
+        if policy.op_rules is not None and policy.compute_dtype is not None:
+            stack.enter_context(Caster(policy.op_rules, policy.compute_dtype, arguments))
+        yield
 
 
 @contextmanager
@@ -174,6 +200,7 @@ class Caster(CastingMode):
         self.covers = 0
         self._casts_float64 = rules.casts_float64
         self._table = table_of(rules.base, rules.changes)
+        self._depth = _compat.autocast_depth()
         # After a graph break, the rest runs eagerly with what was made while tracing.
         self._cache: CastCache | None = None
         self._watched: Mapping[Any, Handler] | None = None
@@ -206,13 +233,18 @@ class Caster(CastingMode):
         """Casts the floating-point tensors in an argument of a torch function: a tensor, or lists of them."""
         if isinstance(value, Tensor):
             return self._to(value, dtype) if value.dtype != dtype and self.casts(value) else value
-        if type(value) is list or type(value) is tuple:
-            return type(value)([self.cast(item, dtype) for item in value])
+        if isinstance(value, list | tuple):
+            items = [self.cast(item, dtype) for item in value]
+            return items if isinstance(value, list) else tuple(items)
         return value
 
     def casts(self, value: Any) -> bool:
         """Says whether a value is a tensor that rules apply to."""
         return is_castable(value) and (self._casts_float64 or value.dtype != torch.float64)
+
+    def is_suspended(self) -> bool:
+        """Says whether code inside switched casting off by `torch.autocast(..., enabled=False)`."""
+        return _compat.autocast_depth() > self._depth and not _compat.autocast_devices()
 
     def forget(self) -> None:
         """Takes note that others may write to the memory of tensors from now on."""

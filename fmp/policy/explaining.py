@@ -1,8 +1,6 @@
 """`fmp.explain`: runs a function once and tells which op ran in which precision, and why."""
 
 import contextlib
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +15,7 @@ from fmp.policy.explanation import Explanation
 from fmp.policy.op_rules import OpRules
 from fmp.policy.places import Arguments
 from fmp.policy.policy import Policy
-from fmp.policy.recording import Recorder
+from fmp.policy.recording import Recorder, function_name
 
 
 def explain(
@@ -25,13 +23,15 @@ def explain(
 ) -> Explanation:
     """Runs a function once, and prints and returns which op ran in which precision, and why.
 
-    Each kind of call has a row: the op, its rule, where the rule comes from, the dtypes of the arguments before they
-    were cast, those that the op ran in, those that came out, where that was, and how often. Views and whatever else
-    computes no floating-point numbers are left out, and so is what fmp itself computes outside of a policy with op
-    rules, such as the update of an optimizer. Backward passes run in the dtypes of the forward pass, and have no rows.
+    Each kind of call has a row: the op, its rule, where the rule comes from, the dtypes of the arguments before and
+    after they were cast, those that came out, where it ran, which argument of `fn` it took, and how often. Equal layers
+    share rows, with a star for their number. Left out is what computes no floating-point numbers: views, and what only
+    creates or moves them; and so is what fmp itself computes outside of a policy with op rules, such as the update of
+    an optimizer. Backward passes run in the dtypes of the forward pass, and have no rows.
 
     Warnings follow: ops without a rule that got mixed dtypes, float64 that nobody asked for or that a rule took away,
-    casts that the next op undoes, and tensors cast again at each use because they are closed over.
+    casts that the next op undoes, and tensors cast again at each use because they are closed over. docs/casting.md
+    explains the table.
 
     Args:
         fn: Any function, an `nn.Module`, `Model.apply`, or a train step. What was compiled before the call runs eagerly
@@ -56,9 +56,9 @@ def explain(
         >>> policy = fmp.opt_level("O1", half_dtype=torch.bfloat16)
         >>> explanation = explain(attend, torch.ones(2, 2), torch.ones(2, 2), policy=policy)
         attend under params=f32,compute=bf16,output=f32,ops=apex
-        op       rule  why          in    ran   out   where  calls
-        matmul   low   Apex's list  f32   bf16  bf16  w          1
-        softmax  full  Apex's list  bf16  f32   f32   ...        1
+        op       rule  why          in    ran   out   where  operand  calls
+        matmul   low   Apex's list  f32   bf16  bf16  ...    w            1
+        softmax  full  Apex's list  bf16  f32   f32   ...                 1
         2 calls: 1 low, 1 full
         >>> explanation.rows[0].dtypes_ran
         (torch.bfloat16, torch.bfloat16)
@@ -67,8 +67,8 @@ def explain(
         raise TypeError(f"explain runs a function, got {fn!r}")
     if _is_compiled(fn):
         raise ValueError(
-            f"{_name(fn)} is compiled, so it cannot be watched; explain it without torch.compile or compile=True, "
-            "the dtypes are the same"
+            f"{function_name(fn)} is compiled, so it cannot be watched; explain it without torch.compile or "
+            "compile=True, the dtypes are the same"
         )
     arguments = Arguments(fn, args, kwargs)
     recorder = Recorder(arguments, explain.__code__)
@@ -96,17 +96,11 @@ def _is_compiled(fn: Any) -> bool:
     return any(_compat.is_compiled(part) for part in parts)
 
 
-def _name(fn: Any) -> str:
-    if isinstance(fn, functools.partial):
-        return _name(fn.func)
-    return str(getattr(fn, "__qualname__" if inspect.ismethod(fn) else "__name__", type(fn).__name__))
-
-
 def _title(fn: Any, policy: Policy | None, inside: Mapping[tuple[OpRules, torch.dtype], None]) -> str:
     if policy is not None:
-        return f"{_name(fn)} under {_described(policy)}"
+        return f"{function_name(fn)} under {_described(policy)}"
     rules = " and ".join(f"{_listed(rules)} with {short_name(low)}" for rules, low in inside)
-    return f"{_name(fn)} as it is" + (f", inside it {rules}" if rules else "")
+    return f"{function_name(fn)} as it is" + (f", inside it {rules}" if rules else "")
 
 
 def _described(policy: Policy) -> str:

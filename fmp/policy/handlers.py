@@ -23,17 +23,19 @@ Kwargs = dict[str, Any]
 Handler = Callable[[Any, Any, Args, Kwargs], Any]  # (caster, func, args, kwargs) -> what func returns
 Changing = Callable[[Any, Any, Any, Args, Kwargs], Any]  # (caster, func, what it writes into, args, kwargs) -> likewise
 
-_SEQUENCES = (list, tuple)
 _PREFIXES = ("linalg_", "special_", "fft_")  # torch.linalg.norm is linalg_norm
 
 # torch computes a number divided by a tensor as a product with the reciprocal, which is an op of its own.
 _ENTERED = (Tensor.__rdiv__,)
 _NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
+# What gives away the memory of a tensor, or writes into it, behind the back of torch's count of changes.
 _OPEN_MEMORY = (
     Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.data.__set__,  # pyright: ignore[reportAttributeAccessIssue]
-    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.set_),
+    Tensor.__cuda_array_interface__.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr),
     *(Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage),
+    *(function for name, function in vars(torch).items() if name.startswith("_fused_") and name.endswith("_")),
 )
 
 
@@ -75,10 +77,10 @@ def _made(*parts: Any) -> str:
 
 def _handlers(rules: OpRules) -> Mapping[Any, Handler]:
     by_name = op_rules.table(rules)
+    left = {func for name, _ in rules.changes if name not in by_name for func in spellings(name).plain}
     special: dict[Any, Handler] = {
-        **{composite: _entered(composite) for composite in _reaching(by_name)},
+        **{composite: _entered(composite) for composite in _reaching(by_name) if composite not in left},
         **dict.fromkeys(_NORMS, _norm),
-        **dict.fromkeys(_OPEN_MEMORY, _forget),
         torch.ops.higher_order.custom_function_call: _custom_function,
         Tensor.unflatten: _unflatten,
     }
@@ -93,7 +95,8 @@ def _handlers(rules: OpRules) -> Mapping[Any, Handler]:
         special[F.interpolate] = _interpolate(by_name)
     if rules.casts_in_place and "pow" in by_name and by_name["pow"].kind == "full":
         ruled[Tensor.__ipow__] = functools.partial(_ipow, ruled[Tensor.__ipow__])
-    return special | ruled | {composite: _entered(composite) for composite in _ENTERED}
+    last = {composite: _entered(composite) for composite in _ENTERED} | dict.fromkeys(_OPEN_MEMORY, _forget)
+    return special | ruled | last
 
 
 def _low(changing: Changing) -> Handler:
@@ -125,11 +128,13 @@ def _promote(changing: Changing) -> Handler:
         if kwargs and kwargs.get("out") is not None:
             return _into_out(changing, caster, func, args, kwargs)
         first = args[0] if args else None
-        if type(first) in _SEQUENCES and first:
+        if isinstance(first, list | tuple) and first:
             first = first[0]
         if not kwargs and isinstance(first, Tensor) and _all_have(first.dtype, args):
             return func(*args)
-        found = set(_dtypes(caster, (*args, *kwargs.values())))
+        floats = list(_floats(caster, (*args, *kwargs.values())))
+        # A number that became a float64 tensor does not make float64 of everything that it meets.
+        found = {tensor.dtype if tensor.ndim or tensor.dtype != torch.float64 else torch.float32 for tensor in floats}
         # torch promotes no 8-bit format, and says so.
         if len(found) < 2 or any(dtype.itemsize == 1 for dtype in found):
             return func(*args, **kwargs)
@@ -143,8 +148,8 @@ _HANDLERS: Mapping[str, Callable[[Changing], Handler]] = {"low": _low, "full": _
 
 def _banned(name: str, rule: Rule) -> Handler:
     def banned(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        narrow = [dtype for dtype in _dtypes(caster, [*args, *kwargs.values()]) if dtype.itemsize < 4]
-        if rule.always or narrow:
+        narrow = [tensor.dtype for tensor in _floats(caster, [*args, *kwargs.values()]) if tensor.dtype.itemsize < 4]
+        if (rule.always or narrow) and not caster.is_suspended():
             given = f" on {short_name(narrow[0])}" if narrow else ""
             raise BannedOpError(f"{name}{given} is banned: {rule.why}")
         return func(*args, **kwargs)
@@ -173,17 +178,21 @@ def _by_flag(func: Any, handler: Handler, changing: Changing) -> Handler:
 
 
 def _in_place(changing: Changing, caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    return changing(caster, functools.partial(func, args[0]), args[0], args[1:], kwargs)
+    if args:
+        return changing(caster, functools.partial(func, args[0]), args[0], args[1:], kwargs)
+    rest = {name: value for name, value in kwargs.items() if name != "input"}
+    return changing(caster, functools.partial(func, kwargs["input"]), kwargs["input"], (), rest)
 
 
 def _changing(name: str, rule: Rule) -> Changing:
     """Runs a function that writes into a tensor: that one keeps its dtype, and the rest is cast to it."""
 
     def changing(caster: Any, func: Any, target: Any, args: Args, kwargs: Kwargs) -> Any:
-        dtype = next(_dtypes(caster, [target]), None)
-        if dtype is None:  # a comparison, say
+        written = next(_floats(caster, [target]), None)
+        if written is None:  # a comparison, say
             return func(*args, **kwargs)
-        if rule.kind in ("full", "banned") and dtype.itemsize < 4:
+        dtype = written.dtype
+        if rule.kind in ("full", "banned") and dtype.itemsize < 4 and not caster.is_suspended():
             raise BannedOpError(
                 f"{name} cannot write into a tensor of {short_name(dtype)}: it belongs in float32 ({rule.why}); use "
                 "the form that returns a new tensor, or make the tensor float32"
@@ -217,8 +226,8 @@ def _norm(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     Eagerly torch does that by itself, computing in float32; mapped or compiled, it fails or returns float32.
     """
     values = [*args, *kwargs.values()]
-    dtypes = list(_dtypes(caster, values))
-    given = dtypes[0] if dtypes else torch.float32
+    floats = list(_floats(caster, values))
+    given = floats[0].dtype if floats else torch.float32
     wide = full_precision(given)
     if wide == given or not (torch.compiler.is_compiling() or _compat.transform_active()):
         return func(*args, **kwargs)
@@ -253,7 +262,7 @@ def _interpolate(by_name: Mapping[str, Rule]) -> Handler:
 
 def _ipow(in_place: Handler, caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Runs `x **= y`, which makes a new tensor if `x` cannot hold float32, as it does under Apex."""
-    narrow = any(dtype.itemsize < 4 for dtype in _dtypes(caster, args[:1]))
+    narrow = any(tensor.dtype.itemsize < 4 for tensor in _floats(caster, args[:1]))
     return _full(_as_it_is)(caster, torch.pow, args, kwargs) if narrow else in_place(caster, func, args, kwargs)
 
 
@@ -268,24 +277,26 @@ def _all_have(dtype: torch.dtype, values: Iterable[Any]) -> bool:
         if isinstance(value, Tensor):
             if value.dtype is not dtype:
                 return False
-        elif type(value) in _SEQUENCES and not _all_have(dtype, value):
+        elif isinstance(value, list | tuple) and not _all_have(dtype, value):
             return False
     return True
 
 
 def _cast_all(caster: Any, dtype: torch.dtype, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if caster.is_suspended():
+        return func(*args, **kwargs)
     args = tuple([caster.cast(arg, dtype) for arg in args])
     return func(*args, **{name: caster.cast(value, dtype) for name, value in kwargs.items()})
 
 
-def _dtypes(caster: Any, values: Iterable[Any]) -> Iterator[torch.dtype]:
-    """Yields the floating-point dtypes among the arguments of a function."""
+def _floats(caster: Any, values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among the arguments of a function that rules apply to."""
     for value in values:
         if isinstance(value, Tensor):
             if caster.casts(value):
-                yield value.dtype
-        elif type(value) in _SEQUENCES:
-            yield from _dtypes(caster, value)
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _floats(caster, value)
 
 
 def _reaching(by_name: Mapping[str, Rule]) -> list[types.FunctionType]:

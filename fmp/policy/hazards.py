@@ -1,7 +1,6 @@
 """What looks like a mistake in how dtypes flow: mixing, float64, casts back and forth, weights cast again and again."""
 
 import weakref
-from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,8 @@ from torch import Tensor, nn
 
 from fmp.dtypes import short_name
 from fmp.policy.explanation import Dtypes, distinct
-from fmp.policy.places import Arguments, Memory, memory
+from fmp.policy.grouping import common, family, grouped
+from fmp.policy.places import NOWHERE, Arguments, Memory, memory
 
 # These take mixed dtypes by design: norms compute in float32, the others write in the dtype of what they change.
 _MIXING = frozenset(["batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm", "copy", "index_put"])
@@ -21,6 +21,22 @@ class Event(NamedTuple):
 
     op: str
     where: str
+
+
+class _Warning(NamedTuple):
+    """Something that looks like a mistake.
+
+    Attributes:
+        event: The op.
+        problem: What is wrong, as the rest of a sentence about it; `{cause}` stands for another op.
+        advice: What to do.
+        cause: The other op.
+    """
+
+    event: Event
+    problem: str
+    advice: str
+    cause: Event | None = None
 
 
 class _Cast(NamedTuple):
@@ -52,14 +68,11 @@ class Hazards:
         self._casts: dict[int, _Cast] = {}
         self._uses: dict[tuple[object, ...], _Use] = {}
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}  # by memory, the tensors in it
-        self._found: Counter[tuple[Event, str, str]] = Counter()
+        self._found: list[_Warning] = []
 
     def warnings(self) -> tuple[str, ...]:
-        """Writes each warning once, with how often it came up."""
-        return tuple(
-            f"{op} at {where}{f', {count} times' if count > 1 else ''}: {problem}; {advice}"
-            for ((op, where), problem, advice), count in self._found.items()
-        )
+        """Writes each warning once, with how often it came up; also if only the numbers of layers differ."""
+        return tuple(_sentences(alike) for alike in grouped(self._found, _kind))
 
     def made(self, results: Iterable[Tensor], given: Container[int]) -> None:
         """Takes note of what came into being during the call.
@@ -95,14 +108,14 @@ class Hazards:
         if len(sized) > 1 and not (promotes and out.itemsize >= max(dtype.itemsize for dtype in sized)):
             self._warn(
                 event,
-                f"it has no rule, took {distinct(sized)} and gave {short_name(out)}",
-                "give it a rule, such as op_rules.promote(...), or cast its arguments yourself",
+                f"has no rule; it took {distinct(sized, ' and ')}, and gave {short_name(out)}",
+                "Give it a rule, such as op_rules.promote(...), or cast its arguments yourself.",
             )
         elif sized and wider:
             self._warn(
                 event,
-                f"a {short_name(wider[0])} tensor without dimensions did not promote {distinct(sized)}",
-                "cast the tensor with dimensions first, if that precision matters",
+                f"took {distinct(sized)} and a {short_name(wider[0])} tensor without dimensions, and did not promote",
+                "If that precision matters, cast the tensor with dimensions first.",
             )
 
     def wide(self, event: Event, inputs: Sequence[Tensor], ran: Dtypes, results: Iterable[Tensor]) -> None:
@@ -116,13 +129,15 @@ class Hazards:
         """
         given = [tensor for tensor in inputs if tensor.dtype == torch.float64]
         if given and torch.float64 not in ran:
-            self._warn(event, f"its rule casts float64 to {distinct(ran)}", "op_rules.leave(...) keeps an op as it is")
+            self._warn(
+                event, f"casts float64 to {distinct(ran)} by its rule", "op_rules.leave(...) keeps an op as it is."
+            )
         if self._expects_float64:
             return
         if any(self._is_from_outside(tensor) for tensor in given):
-            self._warn(event, "it takes a float64 tensor that is no argument", "make it float32 where it is created")
+            self._warn(event, "takes a float64 tensor that is no argument", "Make it float32 where it is created.")
         elif not given and any(result.dtype == torch.float64 for result in results):
-            self._warn(event, "float64 comes out, though none went in", "pass a dtype, or cast what it is made from")
+            self._warn(event, "gives float64, though none went in", "Pass a dtype, or cast what it is made from.")
 
     def cast(self, event: Event, source: Tensor, result: Tensor, *, by_rule: bool) -> None:
         """Looks at a cast.
@@ -149,8 +164,9 @@ class Hazards:
             there, back = short_name(cast.before), short_name(cast.after)
             self._warn(
                 event,
-                f"it casts back to {there} what {cast.event.op} at {cast.event.where} has just cast to {back}",
-                "leave out the first cast, or give one of the two ops another rule",
+                f"casts back to {there} what {{cause}} has just cast to {back}",
+                "Leave out the first cast, or give one of the two ops another rule.",
+                cast.event,
             )
 
     def _check_again(self, event: Event, source: Tensor, place: Memory, dtype: torch.dtype) -> None:
@@ -161,9 +177,9 @@ class Hazards:
         if use is not None and _unchanged(use.version, place.version):
             self._warn(
                 event,
-                f"it casts {short_name(source.dtype)}{list(source.shape)} to {short_name(dtype)} again, "
+                f"casts {short_name(source.dtype)}{list(source.shape)} to {short_name(dtype)} again, "
                 "since that is no argument of the function",
-                "pass it as an argument, which is cast once",
+                "Pass it as an argument, which is cast once.",
             )
         self._uses[key] = _Use(source, place.version)
 
@@ -175,9 +191,32 @@ class Hazards:
         """Lists what was made during the call, lives, and lies in the same memory."""
         return [made for made in self._made.get(place.storage, []) if made() is not None]
 
-    def _warn(self, event: Event, problem: str, advice: str) -> None:
-        self._found[event, problem, advice] += 1
+    def _warn(self, event: Event, problem: str, advice: str, cause: Event | None = None) -> None:
+        self._found.append(_Warning(event, problem, advice, cause))
 
 
 def _unchanged(before: int | None, now: int | None) -> bool:
     return before is not None and before == now
+
+
+def _kind(warning: _Warning) -> _Warning:
+    cause = None if warning.cause is None else _family(warning.cause)
+    return warning._replace(event=_family(warning.event), cause=cause)
+
+
+def _family(event: Event) -> Event:
+    return event._replace(where=family(event.where))
+
+
+def _sentences(alike: Sequence[_Warning]) -> str:
+    subject = _named([warning.event for warning in alike])
+    times = f" ({len(alike)} times)" if len(alike) > 1 else ""
+    cause = _named([warning.cause for warning in alike if warning.cause is not None])
+    return f"{subject}{times} {alike[0].problem.replace('{cause}', cause)}. {alike[0].advice}"
+
+
+def _named(events: Sequence[Event]) -> str:
+    if not events:
+        return ""
+    where = common([event.where for event in events])
+    return f"'{events[0].op}'" + (f" at {where}" if where != NOWHERE else "")

@@ -55,8 +55,13 @@ class OpRules:
     changes: tuple[tuple[str, Rule], ...] = ()
 
     def __post_init__(self):
-        if self.base not in _BASES:
+        if not isinstance(self.base, str) or self.base not in _BASES:
             raise ValueError(f"base must be one of {', '.join(map(repr, _BASES))}, got {self.base!r}")
+        for change in self.changes:
+            if not isinstance(change, tuple) or len(change) != 2 or not isinstance(change[1], Rule):
+                raise TypeError(f"changes must be pairs of a name and a Rule, got {change!r}; use low(), full(), ...")
+            if change[1].kind not in ("low", "full", "promote", "banned", "leave"):
+                raise ValueError(f"{change[0]}: a rule cannot be of kind {change[1].kind!r}")
 
     @classmethod
     def apex(cls) -> "OpRules":
@@ -98,6 +103,10 @@ class OpRules:
             why: The reason, and what to use instead; it becomes the message.
             always: Raise whatever the arguments, not only if one of them has fewer than 32 bits.
         """
+        if not isinstance(why, str) or not why:
+            raise TypeError(f"banned() needs a reason, which becomes the message, got why={why!r}")
+        if not isinstance(always, bool):
+            raise TypeError(f"banned(): always must be True or False, got {always!r}")
         return self._with((op,), Rule("banned", why, always))
 
     def rule(self, op: Op) -> Rule | None:

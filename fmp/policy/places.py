@@ -1,10 +1,10 @@
-"""Where an op runs: which argument of a function it takes, in which module, at which line."""
+"""Where an op runs: in which module, at which line, and which argument of the function it takes."""
 
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +15,24 @@ from fmp import tree
 _RECORDING = ("fmp.policy.recording", "fmp.policy.places", "fmp.policy.hazards")
 _CASTING = ("fmp.policy.caster", "fmp.policy.cast_cache")
 _LIBRARIES = ("torch", "optree")
-_MACHINERY = frozenset([*_RECORDING, *_CASTING, "fmp.policy.handlers", "fmp._composite", "fmp.dropout"])
+_MACHINERY = frozenset(
+    [*_RECORDING, *_CASTING, "fmp.policy.handlers", "fmp.policy.regions", "fmp._composite", "fmp.dropout"]
+)
+NOWHERE: Final = "-"
 
 
 class Place(NamedTuple):
     """Where in the program an op was called.
 
     Attributes:
-        name: The dotted path of the innermost module, relative to the outermost one, or the line.
+        where: The dotted path of the innermost module, relative to the outermost one, else the line.
         is_cast: Whether a caster called the op, to cast an argument.
         is_ours: Whether fmp itself called the op, not the user or a function of torch that the user called.
-        region: The decorator, such as `"fmp.low_precision"`, of a function of the user's that counts as one op; or "".
     """
 
-    name: str
+    where: str
     is_cast: bool
     is_ours: bool
-    region: str
 
 
 class Memory(NamedTuple):
@@ -88,10 +89,14 @@ class Arguments:
         found = {} if place is None else self._found.get(place.storage, {})
         return None if place is None or not found else found.get(place.layout, next(iter(found.values())))
 
-    def path_among(self, tensors: Iterable[Tensor]) -> str | None:
-        """Returns the path of a leaf among the arguments of an op; of a weight rather than of what it multiplies."""
+    def operand(self, tensors: Sequence[Tensor]) -> str:
+        """Returns the path of a leaf among what an op takes, of a weight rather than of what it multiplies; or ""."""
+        return next(iter(self.operands([*tensors[1:], *tensors[:1]])), "")
+
+    def operands(self, tensors: Iterable[Tensor]) -> list[str]:
+        """Returns the paths of all leaves among some tensors."""
         paths = [self.path_of(tensor) for tensor in tensors]
-        return next((path for path in (*paths[1:], *paths[:1]) if path is not None), None)
+        return [path for path in paths if path is not None]
 
 
 def place_of_call(outermost: types.CodeType) -> Place:
@@ -100,7 +105,7 @@ def place_of_call(outermost: types.CodeType) -> Place:
     Args:
         outermost: The code of the function to stop at.
     """
-    line, region = "", ""
+    line = ""
     is_cast: bool | None = None
     is_ours: bool | None = None
     modules: list[nn.Module] = []
@@ -110,9 +115,6 @@ def place_of_call(outermost: types.CodeType) -> Place:
         package = name.partition(".")[0]
         if code.co_varnames[:1] == ("self",) and isinstance(owner := frame.f_locals.get("self"), nn.Module):
             modules.append(owner)
-        if name == "fmp.policy.regions" and not region and "dtype_of" in code.co_freevars:
-            # The frame of a decorated function; which decorator it was, the name of its choice of a dtype tells.
-            region = f"fmp.{frame.f_locals['dtype_of'].__qualname__.partition('.')[0]}"
         is_passing = package in _LIBRARIES or name in _RECORDING or code.co_name == "__torch_function__"
         if not is_passing and is_cast is None:
             is_cast = name in _CASTING and code.co_name in ("cast", "_to")
@@ -122,12 +124,17 @@ def place_of_call(outermost: types.CodeType) -> Place:
             if not line and package != "fmp":
                 line = f"{Path(code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
-    return Place(_path(modules[0], modules[-1]) if modules else line or "-", bool(is_cast), bool(is_ours), region)
+    return Place(_path(modules) or line or _class_of(modules) or NOWHERE, bool(is_cast), bool(is_ours))
 
 
-def _path(inner: nn.Module, outer: nn.Module) -> str:
-    path = next((path for path, part in outer.named_modules() if part is inner), "")
-    return path or type(inner).__name__
+def _path(modules: Sequence[nn.Module]) -> str:
+    """Finds the path from the last of the modules, which is the outermost one, to the first."""
+    parts = modules[-1].named_modules() if modules else ()
+    return next((path for path, part in parts if part is modules[0]), "")
+
+
+def _class_of(modules: Sequence[nn.Module]) -> str:
+    return type(modules[0]).__name__ if modules else ""
 
 
 def _names(fn: Callable[..., Any], count: int) -> list[str]:

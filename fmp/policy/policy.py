@@ -30,6 +30,9 @@ _KEYS = {
     "ops": "op_rules",
 }
 
+# What op rules may call low precision.
+_OF_OPS = (torch.bfloat16, torch.float16, torch.float32)
+
 # Formats with more than one number in a byte; not every release of torch has one.
 _PACKED = frozenset({getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)})
 
@@ -100,6 +103,11 @@ class Policy:
             "op_rules": as_op_rules(op_rules),
         }.items():
             object.__setattr__(self, name, value)
+        if self.op_rules is not None and self.compute_dtype not in (None, *_OF_OPS):
+            raise ValueError(
+                f"compute_dtype is {_name(self.compute_dtype)}, but op rules cast to float32 and what is narrower than "
+                "that; use bf16 or f16, or f32 for no low precision"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Policy":

@@ -1,26 +1,29 @@
 """Records which op ran in which precision: a mode around the casters that sees what they are shown and what they do."""
 
 import functools
+import inspect
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fmp import tree
 from fmp._composite import custom_function
 from fmp.dtypes import is_castable
 from fmp.policy import op_rules
-from fmp.policy.caster import Caster, Watcher
-from fmp.policy.explanation import ENTERED, NO_POLICY, NO_RULE, Dtypes, Row
+from fmp.policy.caster import Caster
+from fmp.policy.explanation import BY_HAND, ENTERED, INSIDE, NO_POLICY, NO_RULE, Dtypes, Row, merged
+from fmp.policy.grouping import common
 from fmp.policy.handlers import Args, Handler, Kwargs
 from fmp.policy.hazards import Event, Hazards
+from fmp.policy.moving import CASTS, is_view, memories, only_moves
 from fmp.policy.op_rules import OpRules, Rule
-from fmp.policy.places import Arguments, Memory, Place, memory, place_of_call
+from fmp.policy.places import Arguments, Memory, place_of_call
+from fmp.policy.regions import RegionWatcher
 from fmp.policy.spellings import name_of
-
-_CASTS = frozenset([Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.type_as])
 
 
 @dataclass
@@ -37,6 +40,21 @@ class _Call:
     caster: Caster
     event: Event
     ran: Dtypes | None = None
+    is_running: bool = False
+
+
+@dataclass
+class _Region:
+    """A call of a decorated function.
+
+    Attributes:
+        event: The function.
+        decorator: Such as `"fmp.low_precision"`.
+        is_running: Whether the function itself is being called right now, not the casts before.
+    """
+
+    event: Event
+    decorator: str
     is_running: bool = False
 
 
@@ -63,7 +81,7 @@ class _Handlers(Mapping[Any, Handler]):
         return len(self._handlers)
 
 
-class Recorder(Watcher):
+class Recorder(RegionWatcher):
     """Records every op. What casters inside of it let through, or call themselves, comes by here.
 
     Args:
@@ -81,13 +99,14 @@ class Recorder(Watcher):
         self.policies: dict[tuple[OpRules, torch.dtype], None] = {}
         self.hazards = Hazards(arguments)
         self._arguments = arguments
-        self._rows: dict[Row, int] = {}
+        self._rows: list[Row | None] = []
         self._calls: list[_Call] = []
+        self._regions: list[_Region] = []
         self._shown: list[Caster] = []  # those that were shown the call that is on its way, and did not handle it
 
     def rows(self) -> tuple[Row, ...]:
         """Returns what was recorded so far."""
-        return tuple(replace(row, count=count) for row, count in self._rows.items())
+        return merged(row for row in self._rows if row is not None)
 
     def watch(self, caster: Caster, handlers: Mapping[Any, Handler]) -> Mapping[Any, Handler]:
         """Returns handlers that record what they do."""
@@ -104,13 +123,14 @@ class Recorder(Watcher):
         name, rule = _named(func, args, caster.rules)
         place = place_of_call(self._outermost)
         inputs = list(_tensors((args, kwargs)))
-        event = Event(name, self._arguments.path_among(inputs) or place.name)
-        before = _floating(inputs)
-        places = _memories(inputs)
+        event = Event(name, place.where)
+        floating = _floating(inputs)
+        places = memories(inputs)
         call = _Call(caster, event)
+        row = self._next_row()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            call.ran = tuple([tensor.dtype for tensor in _floating(list(_tensors((args, kwargs))))])
+            call.ran = _dtypes(_floating(list(_tensors((args, kwargs)))))
             call.is_running = True
             try:
                 return called(*args, **kwargs)
@@ -118,24 +138,49 @@ class Recorder(Watcher):
                 call.is_running = False
 
         self._calls.append(call)
-        results: list[Tensor] = []
         try:
             output = handler(caster, run, args, kwargs)
-            results = list(_tensors(output))
         except Exception:
             why = rule.why if rule is not None else ENTERED if call.ran is None else NO_RULE
-            self._add(event, rule, why, before, call.ran or (), results)
+            self._fill(row, event, rule, why, floating, call.ran or (), [])
             raise
         finally:
             self._calls.pop()
+        results = list(_tensors(output))
         if call.ran is None:
-            if not _is_view(places, inputs, results):
-                self._add(event, None, ENTERED, before, (), results)
+            if not is_view(places, inputs, results):
+                self._fill(row, event, None, ENTERED, floating, (), results)
             return output
-        self._notice(event, before, call.ran, results, places)
-        if rule is not None or not (place.is_ours or _is_view(places, inputs, results)):
-            self._add(event, rule, NO_RULE if rule is None else rule.why, before, call.ran, results)
+        self._notice(event, floating, call.ran, results, places)
+        if rule is not None or not (place.is_ours or is_view(places, inputs, results)):
+            self._fill(row, event, rule, NO_RULE if rule is None else rule.why, floating, call.ran, results)
         return output
+
+    def region(
+        self, fn: Callable[..., Any], rule: Rule, handler: Handler, caster: Caster, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Runs a decorated function, and records it."""
+        event = Event(function_name(fn), place_of_call(self._outermost).where)
+        floating = _floating(tree.leaves((args, kwargs)))
+        ran: Dtypes = ()
+        results: list[Tensor] = []
+        region = _Region(event, rule.why)
+        row = self._next_row()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal ran
+            ran = _dtypes(_floating(tree.leaves((args, kwargs))))
+            region.is_running = True
+            return fn(*args, **kwargs)
+
+        self._regions.append(region)
+        try:
+            output = handler(caster, run, args, kwargs)
+            results = [leaf for leaf in tree.leaves(output) if isinstance(leaf, Tensor)]
+            return output
+        finally:
+            self._regions.pop()
+            self._fill(row, event, rule, rule.why, floating, ran, results, is_region=True)
 
     def __torch_function__(self, func: Any, classes: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Runs one torch function."""
@@ -147,7 +192,7 @@ class Recorder(Watcher):
         if handled is not None and handled.is_running:
             return func(*args, **kwargs)
         inputs = list(_tensors((args, kwargs)))
-        places = _memories(inputs)
+        places = memories(inputs)
         try:
             output = func(*args, **kwargs)
         except Exception:
@@ -174,21 +219,35 @@ class Recorder(Watcher):
     ) -> None:
         """Takes note of an op that runs on what it is given."""
         place = place_of_call(self._outermost)
-        event = Event(_named(func, (), None)[0], self._arguments.path_among(inputs) or place.name)
+        event = Event("to" if func in CASTS else _named(func, (), None)[0], place.where)
         floating = _floating(inputs)
-        dtypes = tuple([tensor.dtype for tensor in floating])
         if place.is_cast or place.is_ours:
-            by = handled.event.op if handled is not None else place.region or event.op
             self._notice_made(places, results)
-            self._notice_cast(func, event._replace(op=by), inputs, results, by_rule=place.is_cast)
+            self._notice_cast(func, self._cause(handled) or event, inputs, results, by_rule=place.is_cast)
             return
-        self._notice(event, floating, dtypes, results, places)
+        self._notice(event, floating, _dtypes(floating), results, places)
         self._notice_cast(func, event, inputs, results, by_rule=False)
-        if _is_view(places, inputs, results) or getattr(func, "__module__", "") == "torch.autograd":
+        if is_view(places, inputs, results) or getattr(func, "__module__", "") == "torch.autograd":
             return
-        if func not in _CASTS:
+        if func not in CASTS:
             self.hazards.mixed(event, floating, _floating(results), promotes=_promotes(shown))
-        self._add(event, None, _why(shown, place), floating, dtypes, results)
+        why = self._why(shown)
+        if func in CASTS and why == NO_RULE:
+            why = BY_HAND
+        self._fill(self._next_row(), event, None, why, floating, _dtypes(floating), results)
+
+    def _cause(self, handled: _Call | None) -> Event | None:
+        """Finds for what arguments are being cast."""
+        if self._regions and not self._regions[-1].is_running:
+            return self._regions[-1].event
+        return None if handled is None else handled.event
+
+    def _why(self, shown: list[Caster]) -> str:
+        """Says why an op has no rule."""
+        if any(not caster.covers for caster in shown):
+            return NO_RULE
+        by = self._regions[-1].decorator if self._regions else "another policy"
+        return f"{INSIDE}{by}" if shown else NO_POLICY
 
     def _notice(
         self, event: Event, inputs: list[Tensor], ran: Dtypes, results: list[Tensor], places: list[Memory | None]
@@ -202,17 +261,44 @@ class Recorder(Watcher):
     def _notice_cast(
         self, func: Any, event: Event, inputs: list[Tensor], results: list[Tensor], *, by_rule: bool
     ) -> None:
-        if func in _CASTS and len(results) == 1 and is_castable(inputs[0]) and inputs[0].dtype != results[0].dtype:
+        if func in CASTS and len(results) == 1 and is_castable(inputs[0]) and inputs[0].dtype != results[0].dtype:
             self.hazards.cast(event, inputs[0], results[0], by_rule=by_rule)
 
-    def _add(
-        self, event: Event, rule: Rule | None, why: str, inputs: list[Tensor], ran: Dtypes, results: list[Tensor]
+    def _next_row(self) -> int:
+        """Keeps a place among the rows for a call, before what it calls."""
+        self._rows.append(None)
+        return len(self._rows) - 1
+
+    def _fill(
+        self,
+        index: int,
+        event: Event,
+        rule: Rule | None,
+        why: str,
+        inputs: list[Tensor],
+        ran: Dtypes,
+        results: list[Tensor],
+        *,
+        is_region: bool = False,
     ) -> None:
-        before = tuple([tensor.dtype for tensor in inputs])
-        out = tuple([result.dtype for result in results])
-        if before or any(dtype.is_floating_point for dtype in out):
-            row = Row(event.op, "-" if rule is None else rule.kind, why, before, ran, out, event.where)
-            self._rows[row] = self._rows.get(row, 0) + 1
+        before, out = _dtypes(inputs), _dtypes(results)
+        floating = {*before, *_dtypes(_floating(results))}
+        if not floating or (rule is None and results and only_moves(event.op, floating)):
+            return
+        kind = "-" if rule is None else rule.kind
+        paths = self._arguments
+        # The arguments of a decorated function have no order that tells a weight.
+        operand = common(paths.operands(inputs)) if is_region else paths.operand(inputs)
+        self._rows[index] = Row(event.op, kind, why, before, ran, out, event.where, operand)
+
+
+def function_name(fn: Any) -> str:
+    """Names a function as a reader knows it: without the functions around it, with the class of a method."""
+    if isinstance(fn, functools.partial):
+        return function_name(fn.func)
+    if inspect.isfunction(fn) or inspect.ismethod(fn):
+        return fn.__qualname__.rpartition("<locals>.")[2]
+    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -230,18 +316,8 @@ def _floating(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if is_castable(tensor)]
 
 
-def _memories(tensors: list[Tensor]) -> list[Memory | None]:
-    return [memory(tensor) for tensor in tensors]
-
-
-def _is_view(places: list[Memory | None], inputs: list[Tensor], results: list[Tensor]) -> bool:
-    """Says whether a call computed nothing: what came out lies in the memory of an argument, which has not changed."""
-    if not results:
-        return False
-    given = {place.storage for place in places if place is not None}
-    results_in = {None if place is None else place.storage for place in _memories(results)}
-    dtypes = {tensor.dtype for tensor in inputs}
-    return results_in <= given and all(result.dtype in dtypes for result in results) and places == _memories(inputs)
+def _dtypes(tensors: list[Tensor]) -> Dtypes:
+    return tuple([tensor.dtype for tensor in tensors])
 
 
 def _named(func: Any, args: Args, rules: OpRules | None) -> tuple[str, Rule | None]:
@@ -253,12 +329,6 @@ def _named(func: Any, args: Args, rules: OpRules | None) -> tuple[str, Rule | No
     except TypeError:
         return getattr(func, "__name__", type(func).__name__), None
     return name, None if rules is None else op_rules.table(rules).get(name)
-
-
-def _why(shown: list[Caster], place: Place) -> str:
-    if any(not caster.covers for caster in shown):
-        return NO_RULE
-    return f"inside {place.region or 'another policy'}" if shown else NO_POLICY
 
 
 def _promotes(shown: list[Caster]) -> bool:

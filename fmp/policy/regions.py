@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 import torch
 
 from fmp import _compat, tree
-from fmp.policy.caster import Caster, casters, covered
+from fmp.policy.caster import Caster, Watcher, casters, check_function, covered
+from fmp.policy.handlers import Args, Handler, Kwargs
+from fmp.policy.op_rules import Rule
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -35,7 +37,7 @@ def low_precision(fn: Fn) -> Fn:
         >>> attend(torch.ones(2, 2), torch.ones(2, 2))
         torch.float32
     """
-    return _as_op(fn, lambda caster, dtypes: caster.low)
+    return _as_op(fn, Rule("low", "fmp.low_precision"), lambda caster, dtypes: caster.low)
 
 
 def full_precision(fn: Fn) -> Fn:
@@ -55,7 +57,7 @@ def full_precision(fn: Fn) -> Fn:
         >>> fmp.autocast(distance, policy)(torch.ones(2, 2), torch.ones(2, 2))
         torch.float32
     """
-    return _as_op(fn, lambda caster, dtypes: torch.float32)
+    return _as_op(fn, Rule("full", "fmp.full_precision"), lambda caster, dtypes: torch.float32)
 
 
 def promote(fn: Fn) -> Fn:
@@ -75,24 +77,42 @@ def promote(fn: Fn) -> Fn:
         >>> fmp.autocast(mix, policy)(torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2))
         torch.float32
     """
-    return _as_op(fn, lambda caster, dtypes: functools.reduce(torch.promote_types, dtypes) if dtypes else None)
+    return _as_op(fn, Rule("promote", "fmp.promote"), lambda caster, dtypes: _widest(dtypes))
 
 
-def _as_op(fn: Fn, dtype_of: Callable[[Caster, list[torch.dtype]], torch.dtype | None]) -> Fn:
-    if not callable(fn):
-        raise TypeError(f"expected a function to decorate, got {fn!r}")
+class RegionWatcher(Watcher):
+    """A watcher that is told of decorated functions, too."""
 
-    @functools.wraps(fn, updated=())
-    @_compat.compiled_on_its_own
-    def run(*args: Any, **kwargs: Any) -> Any:
-        active = [caster for caster in casters() if not caster.covers]
-        if not active:
-            return fn(*args, **kwargs)
-        caster = active[-1]
+    def region(
+        self, fn: Callable[..., Any], rule: Rule, handler: Handler, caster: Caster, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Runs a decorated function by its handler, `handler(caster, fn, args, kwargs)`."""
+        raise NotImplementedError
+
+
+def _widest(dtypes: list[torch.dtype]) -> torch.dtype | None:
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def _as_op(fn: Fn, rule: Rule, dtype_of: Callable[[Caster, list[torch.dtype]], torch.dtype | None]) -> Fn:
+    check_function(rule.why, fn)
+
+    def handle(caster: Caster, called: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         dtype = dtype_of(caster, [leaf.dtype for leaf in tree.leaves((args, kwargs)) if caster.casts(leaf)])
         if dtype is not None:
             args, kwargs = tree.map(lambda leaf: caster.cast(leaf, dtype), (args, kwargs))
         with covered():
+            return called(*args, **kwargs)
+
+    @functools.wraps(fn, updated=())
+    @_compat.compiled_on_its_own
+    def run(*args: Any, **kwargs: Any) -> Any:
+        active = [caster for caster in casters() if not caster.covers and not caster.is_suspended()]
+        if not active:
             return fn(*args, **kwargs)
+        watchers = [mode for mode in _compat.function_modes() if isinstance(mode, RegionWatcher)]
+        if watchers:
+            return watchers[-1].region(fn, rule, handle, active[-1], args, kwargs)
+        return handle(active[-1], fn, args, kwargs)
 
     return run  # pyright: ignore[reportReturnType]

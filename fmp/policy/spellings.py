@@ -98,6 +98,7 @@ def spellings(name: str) -> Spellings:
     return _registered(name) if "::" in name else _of_torch(name)
 
 
+@_compat.constant_while_tracing
 def name_of(op: Op | str) -> str:
     """Gives the canonical name of an op from any of its spellings.
 

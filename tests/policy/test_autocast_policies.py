@@ -167,15 +167,6 @@ def test_a_function_that_was_transformed_twice_runs_by_the_inner_policy():
     assert fmp.autocast(fmp.autocast(kinds, HALF), APEX)(x()) == (F16, F32)
 
 
-def test_a_generator_does_not_keep_casting_on():
-    def products(w):
-        yield kinds(w)
-        yield kinds(w)
-
-    made = fmp.autocast(products, APEX)(x())
-    assert list(made) == [(F32, F32), (F32, F32)]
-
-
 def test_checkpointing_goes_around_autocast():
     body = lambda w: torch.tanh(w @ w).softmax(-1).square()
     w = torch.randn(4, 4, requires_grad=True)

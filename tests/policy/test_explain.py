@@ -1,6 +1,8 @@
 """What `fmp.explain` says about a call is what happened, and it warns of mistakes only."""
 
+import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 import fmp
 from fmp.dropout import SeededRandomness
+from fmp.policy.grouping import common, family
 from tests.bits import same_bits
 
 O1 = fmp.opt_level("O1", half_dtype=torch.bfloat16)
@@ -75,8 +78,8 @@ def test_calls_that_are_alike_share_a_row():
             x = x.sigmoid()
         return x
 
-    (row,) = explain(loop, x(), policy=O1).rows[1:]
-    assert (row.op, row.rule, row.why, row.count) == ("sigmoid", "-", "no rule", 2)
+    (row,) = explain(loop, x(), policy=O1).rows
+    assert (row.op, row.rule, row.why, row.count) == ("sigmoid", "-", "no rule", 3)
 
 
 def test_views_and_bookkeeping_have_no_rows():
@@ -121,11 +124,110 @@ def test_what_runs_inside_a_decorated_function_is_named_so():
     explanation = explain(lambda x: distance(x @ x, x), x(4, 4), policy=O1)
     assert [(row.op, row.rule, row.why) for row in explanation.rows] == [
         ("matmul", "low", "Apex's list"),
+        ("distance", "full", "fmp.full_precision"),
         ("matmul", "-", "inside fmp.full_precision"),
         ("exp", "-", "inside fmp.full_precision"),
     ]
-    assert explanation.rows[1].dtypes_ran == (F32, F32)
-    assert lines(explanation)[-1] == "3 calls: 1 low, 2 uncast"
+    assert explanation.rows[2].dtypes_ran == (F32, F32)
+    assert lines(explanation)[-1] == "2 calls: 1 low, 1 full; inside fmp.full_precision: 2"
+
+
+@pytest.mark.parametrize(
+    ("decorate", "rule", "ran"),
+    [(fmp.low_precision, "low", BF16), (fmp.full_precision, "full", F32), (fmp.promote, "promote", F32)],
+)
+@pytest.mark.mixed_dtypes
+def test_a_decorated_function_is_an_op(decorate, rule, ran):
+    @decorate
+    def mix(pair, *, scale):
+        return {"out": (pair[0] + pair[1]) * scale, "count": torch.arange(2)}
+
+    explanation = explain(lambda x, y: mix((x, y), scale=2.0), x(), x(dtype=BF16), policy=O1)
+    row, *inside = explanation.rows
+    assert (row.op, row.rule, row.why) == ("mix", rule, f"fmp.{decorate.__name__}")
+    assert (row.dtypes_in, row.dtypes_ran, row.operand) == ((F32, BF16), (ran, ran), "")
+    assert (set(row.dtypes_out), row.count) == ({ran, torch.int64}, 1)
+    assert {row.why for row in inside} == {f"inside fmp.{decorate.__name__}"}
+
+
+def test_a_decorated_function_names_its_operand_if_it_takes_one():
+    @fmp.full_precision
+    def penalty(leaves):
+        return sum(leaf.square().sum() for leaf in leaves)
+
+    def operand(take):
+        return row_of(
+            explain(lambda params: penalty(take(params)), [{"w": x()}, {"w": x(), "b": x()}]), "penalty"
+        ).operand
+
+    explain = functools.partial(fmp.explain, policy=O1, show=False)
+    assert operand(lambda params: [params[1]["w"], params[0]["w"].exp()]) == "params/1/w"
+    assert operand(lambda params: [params[0]["w"], params[1]["w"]]) == "params/*/w"
+    assert operand(lambda params: [params[1]["w"], params[1]["b"]]) == ""
+
+
+def test_a_decorated_function_in_another_is_no_op():
+    inner = fmp.low_precision(lambda x: x.exp())
+
+    @fmp.full_precision
+    def outer(x):
+        return inner(x)
+
+    explanation = explain(lambda x: (outer(x), torch.func.vmap(outer)(x)), x(), policy=O1)
+    assert [(row.op, row.why) for row in explanation.rows] == [
+        ("outer", "fmp.full_precision"),
+        ("exp", "inside fmp.full_precision"),
+    ]
+    assert explain(outer, x()).rows[0].why == "no policy"
+
+
+def test_a_decorated_method_is_named_with_its_class():
+    class Router(nn.Module):
+        @fmp.full_precision
+        def forward(self, x):
+            return x.exp()
+
+    explanation = explain(nn.Sequential(nn.Linear(4, 4), Router()), x(), policy=O1)
+    assert (row_of(explanation, "Router.forward").where, row_of(explanation, "exp").where) == ("1", "1")
+
+
+def test_a_torch_function_that_is_decorated_has_a_row_for_itself_and_for_what_it_calls():
+    explanation = explain(fmp.low_precision(torch.matmul), x(4, 4), x(4, 4), policy=O1)
+    assert [(row.op, row.why) for row in explanation.rows] == [
+        ("matmul", "fmp.low_precision"),
+        ("matmul", "inside fmp.low_precision"),
+    ]
+
+
+def test_an_error_in_a_decorated_function_keeps_its_row():
+    @fmp.full_precision
+    def fails(x):
+        return x @ x
+
+    with pytest.raises(RuntimeError) as caught:
+        explain(fails, x(2, 3), policy=O1)
+    note = caught.value.__notes__[0].splitlines()
+    assert note[2].split()[:2] == ["fails", "full"]
+    assert note[-1] == "1 call: 1 full; inside fmp.full_precision: 1"
+
+
+@pytest.mark.mixed_dtypes
+def test_what_only_moves_or_creates_numbers_has_no_row_but_a_cast_by_hand_has():
+    def shuffle(x, index):
+        x = torch.cat([x[index], x.index_select(0, index)]).clone().T.contiguous()
+        x = torch.stack([x, torch.zeros_like(x), torch.ones(x.shape)]).repeat(2, 1, 1)
+        return x.gather(0, torch.zeros(x.shape, dtype=torch.int64)).half().to("cpu").float().float()
+
+    explanation = explain(shuffle, x(), torch.tensor([0, 2]), policy=TORCH)
+    assert [(row.op, row.rule, row.why, row.dtypes_in, row.dtypes_out) for row in explanation.rows] == [
+        ("to", "-", "cast by hand", (F32,), (torch.float16,)),
+        ("to", "-", "cast by hand", (torch.float16,), (F32,)),
+    ]
+    assert lines(explanation)[-1] == "2 calls: 2 cast by hand"
+    mixed = explain(lambda x, y: torch.cat([x, y]), x(), x(dtype=BF16), policy=TORCH)
+    assert row_of(mixed, "cat").dtypes_in == (F32, BF16)
+    apex = explain(shuffle, x(), torch.tensor([0, 2]), policy=O1)
+    assert [row.op for row in apex.rows] == ["cat", "stack", "to", "to"]
 
 
 def test_a_policy_inside_is_explained_without_one_of_its_own():
@@ -139,44 +241,105 @@ def test_a_policy_inside_that_casts_nothing_is_named():
     off = fmp.autocast(torch.mm, fmp.Policy(None, None, None))
     (row,) = explain(lambda x: off(x, x), x(2, 2), policy=O1).rows
     assert (row.op, row.why, row.dtypes_ran) == ("mm", "inside another policy", (F32, F32))
+    outside = explain(lambda x: (off(x, x), x @ x), x(2, 2), policy=O1)
+    assert lines(outside)[-1] == "1 call: 1 low; inside another policy: 1"
 
 
-# --- where
+# --- where, and on which argument
 
 
-def test_the_place_is_the_path_of_an_argument():
+def test_the_operand_is_the_path_of_an_argument():
     def project(params, inputs):
         return F.linear(inputs[0], params["blocks"][0]["w"], params["b"])
 
     params = {"blocks": [{"w": x(5, 4)}], "b": x(5)}
-    assert explain(project, params, (x(),), policy=O1).rows[0].where == "params/blocks/0/w"
-    assert explain(project, params, inputs=(x(),), policy=O1).rows[0].where == "params/blocks/0/w"
-    assert explain(lambda *xs: xs[1].exp(), x(), x(), policy=O1).rows[0].where == "xs/1"
+    row = explain(project, params, (x(),), policy=O1).rows[0]
+    assert row.operand == "params/blocks/0/w"
+    assert row.where.startswith("test_explain.py:")
+    assert explain(project, params, inputs=(x(),), policy=O1).rows[0].operand == "params/blocks/0/w"
+    assert explain(lambda *xs: xs[1].exp(), x(), x(), policy=O1).rows[0].operand == "xs/1"
 
 
-def test_the_place_is_found_below_transforms():
+def test_the_operand_is_found_below_transforms():
     def loss(params, x):
         return (x @ params["w"]).square().sum()
 
     model = {"w": x(4, 2)}
-    assert explain(fmp.value_and_grad(loss), model, x(), policy=O1).rows[0].where == "params/w"
+    assert explain(fmp.value_and_grad(loss), model, x(), policy=O1).rows[0].operand == "params/w"
     mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     product = explain(lambda params, batch: mapped(params, batch), model, x(5, 3, 4), policy=O1).rows[0]
-    assert (product.op, product.where, product.dtypes_ran) == ("matmul", "params/w", (BF16, BF16))
+    assert (product.op, product.operand, product.dtypes_ran) == ("matmul", "params/w", (BF16, BF16))
 
 
 def test_the_place_is_a_module_or_a_line():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
     explanation = explain(lambda x: model(x).exp(), x(), policy=O1)
-    assert [row.where for row in explanation.rows[1:3]] == ["1.0", "1.1"]
+    assert [row.where for row in explanation.rows[:3]] == ["0", "1.0", "1.1"]
     assert row_of(explanation, "exp").where.startswith("test_explain.py:")
+
+
+def test_the_place_in_the_outermost_module_is_a_line_too():
+    class Outer(nn.Module):
+        def forward(self, x):
+            return x.exp()
+
+    line = Outer.forward.__code__.co_firstlineno + 1
+    assert explain(Outer(), x(), policy=O1).rows[0].where == f"test_explain.py:{line}"
+    assert explain(nn.Softmax(-1), x(), policy=O1).rows[0].where == "Softmax"
+    assert explain(torch.exp, x(), policy=O1).rows[0].where == "-"
+
+
+def test_calls_of_one_line_share_a_row_whatever_their_operand():
+    def products(x, v, w):
+        return x @ w, x @ v, (x + 1.0) @ (x - 1.0)
+
+    explanation = explain(products, x(4, 4), x(4, 4), x(4, 4), policy=O1)
+    row = row_of(explanation, "matmul")
+    assert (row.dtypes_in, row.count, row.operand) == ((F32, F32), 3, "")
+    assert row_of(explanation, "add").operand == "x"
+
+
+def test_a_table_without_operands_has_no_column_for_them():
+    assert "operand" in lines(explain(torch.exp, x(), policy=O1))[1]
+    assert "operand" not in lines(explain(lambda: x().exp(), policy=O1))[1]
 
 
 def test_functional_models_show_the_names_of_their_parameters():
     model = fmp.functionalize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     explanation = explain(functools.partial(model.apply, train=True), model.params, model.buffers, x(), policy=O1)
-    assert row_of(explanation, "linear").where == "params/0.weight"
-    assert row_of(explanation, "batch_norm").where == "params/1.weight"
+    assert (row_of(explanation, "linear").where, row_of(explanation, "linear").operand) == ("0", "params/0.weight")
+    assert row_of(explanation, "batch_norm").operand == "params/1.weight"
+
+
+@pytest.mark.mixed_dtypes
+def test_equal_layers_share_rows():
+    def rows(depth):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model = fmp.functionalize(nn.TransformerEncoder(layer, depth, enable_nested_tensor=False))
+        return explain(model.apply, model.params, model.buffers, x(2, 3, 8), policy=O1).rows
+
+    two, six = rows(2), rows(6)
+    assert [dataclasses.replace(row, count=1) for row in two] == [dataclasses.replace(row, count=1) for row in six]
+    assert [3 * row.count for row in two] == [row.count for row in six]
+    (first,) = [row for row in six if row.where == "layers.*.linear1"]
+    assert (first.operand, first.count) == ("params/layers.*.linear1.weight", 6)
+
+
+def test_equal_layers_share_rows_only_if_they_run_alike():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    first, others = explain(model, x(), policy=O1).rows
+    assert (first.where, first.operand, first.count) == ("0", "input", 1)
+    assert (others.where, others.operand, others.count) == ("*", "", 2)
+
+
+def test_paths_of_one_family_are_written_as_one():
+    assert common(["a.0.b1", "a.1.b1"]) == "a.*.b1"
+    assert common(["a.0.b1", "a.12.b2"]) == "a.*.b*"
+    assert common(["a.0.b1", "a.0.c1"]) == ""
+    assert common(["a.0.b1", "a.0"]) == ""
+    assert family("conv2d.3") == "conv2d.*"
+    assert family("layer_3_attn") == "layer_*_attn"
+    assert family("model.py:3") != family("model.py:4")
 
 
 # --- what can be explained
@@ -194,7 +357,7 @@ def test_a_train_step_is_explained_by_its_own_policy():
     batch = x()
     explanation = explain(step, state, batch)
     assert [row.op for row in explanation.rows if row.rule != "-"] == ["linear", "mse_loss"]
-    assert row_of(explanation, "linear").where == "state/params/weight"
+    assert row_of(explanation, "linear").operand == "state/params/weight"
     assert all(row.why == "no rule" for row in explanation.rows if row.rule == "-")
     assert explanation.warnings == ()
     assert same_bits(explanation.output, step(state, batch))
@@ -276,6 +439,18 @@ def test_the_table_fits_and_is_aligned():
     assert {len(row) for row in rows} == {len(heading)}
 
 
+def test_a_long_reason_becomes_a_note_where_the_table_is_too_wide():
+    fits = explain(lambda x: F.huber_loss(x, x), x(), policy=O1)
+    assert "  losses next to the listed ones  " in lines(fits)[2]
+    too_wide = explain(lambda x: torch.hypot(x, x), x(), policy=O1)
+    reason = "elementwise ops where a 0-dim float32 operand is rounded to the other's 16 bits"
+    assert too_wide.rows[0].why == reason
+    assert "  note 1  " in lines(too_wide)[2]
+    assert lines(too_wide)[3] == f"note 1: {reason}"
+    assert max(map(len, lines(fits) + lines(too_wide))) <= 120
+    assert "…" not in f"{fits}{too_wide}"
+
+
 # --- errors
 
 
@@ -307,7 +482,9 @@ def test_mixed_dtypes_without_a_rule_are_warned_of():
     rules = fmp.OpRules.apex().leave(torch.hypot)
     explanation = explain(mix, x(), x(dtype=BF16), policy=with_rules(rules))
     (warning,) = explanation.warnings
-    assert warning.startswith("hypot at y: it has no rule, took f32,bf16 and gave f32")
+    assert re.fullmatch(
+        r"'hypot' at test_explain.py:\d+ has no rule; it took f32 and bf16, and gave f32. Give it a rule, .*", warning
+    )
     assert str(explanation).endswith(f"warning: {warning}")
 
 
@@ -316,7 +493,7 @@ def test_a_wide_number_that_does_not_promote_is_warned_of():
     scale = torch.tensor(2.0)
     rules = fmp.OpRules.torch()
     (warning,) = explain(lambda x: x.bfloat16() * scale, x(), policy=with_rules(rules)).warnings
-    assert "a f32 tensor without dimensions did not promote bf16" in warning
+    assert "took bf16 and a f32 tensor without dimensions, and did not promote. If" in warning
 
 
 @pytest.mark.mixed_dtypes
@@ -325,8 +502,8 @@ def test_float64_that_slips_in_is_warned_of():
         return x + torch.linspace(0, 1, 4, dtype=F64)
 
     (warning,) = explain(noise, x(), policy=O1).warnings
-    assert warning.startswith("linspace at test_explain.py:")
-    assert "float64 comes out" in warning
+    assert warning.startswith("'linspace' at test_explain.py:")
+    assert "gives float64, though none went in. " in warning
 
     constant = torch.ones(4, dtype=F64)
     (warning,) = explain(lambda x: x + constant, x(), policy=O1).warnings
@@ -336,7 +513,7 @@ def test_float64_that_slips_in_is_warned_of():
 
 def test_float64_that_a_rule_takes_away_is_warned_of():
     (warning,) = explain(torch.mm, x(2, 2, dtype=F64), x(2, 2, dtype=F64), policy=O1).warnings
-    assert "casts float64 to bf16" in warning
+    assert "'mm' casts float64 to bf16 by its rule. " in warning
     assert explain(torch.mm, x(2, 2, dtype=F64), x(2, 2, dtype=F64), policy=TORCH).warnings == ()
 
 
@@ -347,8 +524,8 @@ def test_a_cast_back_and_forth_is_warned_of():
         return F.linear((x @ weight).float().reshape(4, 3).T, weight)
 
     (warning,) = explain(widen, x(), policy=O1).warnings
-    assert warning.startswith("linear at test_explain.py:")
-    assert "casts back to bf16 what float at" in warning
+    place = r"at test_explain.py:\d+"
+    assert re.match(rf"'linear' {place} casts back to bf16 what 'to' {place} has just cast to f32\. ", warning)
     assert explain(lambda x: F.linear((x @ weight).float().exp(), weight), x(), policy=O1).warnings == ()
 
 
@@ -360,7 +537,7 @@ def test_the_casts_of_a_decorated_function_count():
 
     assert explain(lambda q: attend(q.exp()), x(), policy=O1).warnings == ()
     (warning,) = explain(lambda q: attend((q @ q).float()), x(4, 4), policy=O1).warnings
-    assert warning.startswith("fmp.low_precision at test_explain.py:")
+    assert warning.startswith("'attend' at test_explain.py:")
     assert "casts back to bf16" in warning
 
 
@@ -381,8 +558,8 @@ def test_a_closed_over_tensor_that_is_cast_at_each_use_is_warned_of():
         return x
 
     (warning,) = explain(power, x(), policy=O1).warnings
-    assert ", 2 times: it casts f32[4, 4] to bf16 again" in warning
-    assert "pass it as an argument" in warning
+    assert " (2 times) casts f32[4, 4] to bf16 again" in warning
+    assert "Pass it as an argument" in warning
 
     def given(x, weight):
         for _ in range(3):
@@ -390,6 +567,15 @@ def test_a_closed_over_tensor_that_is_cast_at_each_use_is_warned_of():
         return x
 
     assert explain(given, x(), weight, policy=O1).warnings == ()
+
+
+def test_a_mistake_in_equal_layers_is_one_warning():
+    class Layer(nn.Module):
+        def forward(self, x):
+            return (x @ x).float() @ x
+
+    (warning,) = explain(nn.Sequential(Layer(), Layer(), Layer()), x(4, 4), policy=O1).warnings
+    assert warning.startswith("'matmul' at * (3 times) casts back to bf16 what 'to' at * has just cast to f32. ")
 
 
 def test_a_closed_over_tensor_that_changes_between_its_uses_is_not():

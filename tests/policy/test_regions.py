@@ -144,7 +144,7 @@ def test_a_module_can_be_a_region(x):
 
 
 def test_only_functions_can_be_decorated(region, x):
-    with pytest.raises(TypeError, match="expected a function to decorate"):
+    with pytest.raises(TypeError, match=r"fmp\.\w+ transforms a function, got tensor"):
         region(x)
 
 

@@ -213,6 +213,23 @@ def test_copies_of_a_function_do_not_share_the_limit_of_compilations():
     assert [float(run(torch.ones(()))) for run in compiled] == [factor + 1.0 for factor in range(count)]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_state_of_torch_autocast(compiled):
+    def state():
+        return _compat.autocast_depth(), _compat.autocast_devices()
+
+    def states(x):
+        found = [state()]
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(state())
+            with torch.autocast("cpu", enabled=False):
+                found.append(state())
+        return x, [*found, state()]
+
+    run = torch.compile(states, backend="eager", fullgraph=True) if compiled else states
+    assert run(torch.ones(()))[1] == [(0, ()), (1, ("cpu",)), (2, ()), (0, ())]
+
+
 def test_is_compiled():
     def double(x):
         return 2 * x

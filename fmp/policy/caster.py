@@ -24,7 +24,7 @@ from fmp import _compat, tree
 from fmp._composite import CastingMode
 from fmp.dtypes import is_castable, short_name
 from fmp.policy.cast_cache import CastCache
-from fmp.policy.handlers import TABLES, Args, Handler, Kwargs, table_of, traced_handler
+from fmp.policy.handlers import TABLES, Args, Handler, Kwargs, table_of, traced
 from fmp.policy.op_rules import OpRules
 from fmp.policy.policy import Policy, as_flag
 
@@ -212,14 +212,14 @@ class Caster(CastingMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Runs one torch function."""
-        handler = self._handler_of(func)
+        handler = traced(self._table, func) if is_compiling() else (self._watched or TABLES[self._table]).get(func)
         if handler is None or self.covers:
             return func(*args, **kwargs) if kwargs else func(*args)
         return handler(self, func, args, kwargs or {})
 
     def run_as(self, func: Any, substitute: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Casts the arguments as those of `func`, and runs the substitute on them without casting inside."""
-        handler = self._handler_of(func)
+        handler = traced(self._table, func) if is_compiling() else (self._watched or TABLES[self._table]).get(func)
         if handler is None or self.covers:
             return substitute(*args, **kwargs)
 
@@ -249,11 +249,6 @@ class Caster(CastingMode):
     def forget(self) -> None:
         """Takes note that others may write to the memory of tensors from now on."""
         self._cache = None
-
-    def _handler_of(self, func: Any) -> Handler | None:
-        if is_compiling():
-            return traced_handler(self._table, func)
-        return (self._watched or TABLES[self._table]).get(func)
 
     def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         # The compiler itself finds casts that occur twice.

@@ -23,6 +23,8 @@ Kwargs = dict[str, Any]
 Handler = Callable[[Any, Any, Args, Kwargs], Any]  # (caster, func, args, kwargs) -> what func returns
 Changing = Callable[[Any, Any, Any, Args, Kwargs], Any]  # (caster, func, what it writes into, args, kwargs) -> likewise
 
+_FULL = torch.float32
+_SEQUENCES = (list, tuple)
 _PREFIXES = ("linalg_", "special_", "fft_")  # torch.linalg.norm is linalg_norm
 
 # torch computes a number divided by a tensor as a product with the reciprocal, which is an op of its own.
@@ -52,7 +54,7 @@ def table_of(*parts: Any) -> str:
     return _made(*parts)
 
 
-def traced_handler(table: str, func: Any) -> Handler | None:
+def traced(table: str, func: Any) -> Handler | None:
     """Looks a function up in a table while torch.compile traces."""
     name = _traced_name(table, func)
     return None if name is None else getattr(_TRACED, name)
@@ -101,10 +103,10 @@ def _handlers(rules: OpRules) -> Mapping[Any, Handler]:
 
 def _low(changing: Changing) -> Handler:
     def low(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if kwargs and kwargs.get("out") is not None:
+        if not kwargs and _all_have(caster.low, args):
+            return func(*args)
+        if kwargs.get("out") is not None:
             return _into_out(changing, caster, func, args, kwargs)
-        if _all_have(caster.low, args) and not (kwargs and not _all_have(caster.low, kwargs.values())):
-            return func(*args, **kwargs)
         return _cast_all(caster, caster.low, func, args, kwargs)
 
     return low
@@ -112,26 +114,30 @@ def _low(changing: Changing) -> Handler:
 
 def _full(changing: Changing) -> Handler:
     def full(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if kwargs and kwargs.get("out") is not None:
+        if not kwargs and _all_have(_FULL, args):
+            return func(*args)
+        if kwargs.get("out") is not None:
             return _into_out(changing, caster, func, args, kwargs)
-        if _all_have(torch.float32, args) and not (kwargs and not _all_have(torch.float32, kwargs.values())):
+        if _all_have(_FULL, args) and _all_have(_FULL, kwargs.values()):
             return func(*args, **kwargs)
         if kwargs.get("dtype") is not None or any(type(arg) is torch.dtype for arg in args):
             return func(*args, **kwargs)
-        return _cast_all(caster, torch.float32, func, args, kwargs)
+        return _cast_all(caster, _FULL, func, args, kwargs)
 
     return full
 
 
 def _promote(changing: Changing) -> Handler:
     def promote(caster: Any, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if kwargs and kwargs.get("out") is not None:
+        if not kwargs and args:
+            first = args[0]
+            if len(args) == 2 and type(first) is type(args[1]) is Tensor and first.dtype is args[1].dtype:
+                return func(*args)  # most calls are like `x + y`
+            first = first[0] if isinstance(first, _SEQUENCES) and first else first
+            if isinstance(first, Tensor) and _all_have(first.dtype, args):
+                return func(*args)
+        if kwargs.get("out") is not None:
             return _into_out(changing, caster, func, args, kwargs)
-        first = args[0] if args else None
-        if isinstance(first, list | tuple) and first:
-            first = first[0]
-        if not kwargs and isinstance(first, Tensor) and _all_have(first.dtype, args):
-            return func(*args)
         floats = list(_floats(caster, (*args, *kwargs.values())))
         # A number that became a float64 tensor does not make float64 of everything that it meets.
         found = {tensor.dtype if tensor.ndim or tensor.dtype != torch.float64 else torch.float32 for tensor in floats}
@@ -277,7 +283,7 @@ def _all_have(dtype: torch.dtype, values: Iterable[Any]) -> bool:
         if isinstance(value, Tensor):
             if value.dtype is not dtype:
                 return False
-        elif isinstance(value, list | tuple) and not _all_have(dtype, value):
+        elif isinstance(value, _SEQUENCES) and not _all_have(dtype, value):
             return False
     return True
 
@@ -295,7 +301,7 @@ def _floats(caster: Any, values: Iterable[Any]) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             if caster.casts(value):
                 yield value
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _SEQUENCES):
             yield from _floats(caster, value)
 
 

@@ -68,6 +68,7 @@ def lm_rows(arguments: argparse.Namespace) -> list[Row]:
     contenders = [
         *forms_of_fmp(LM),
         Contender("fmp O1 eager", LM, "fmp-O1"),
+        Contender("fmp O1 eager, torch's rules", LM, "fmp-O1-torch"),
         Contender("fmp O1 compiled", LM, "fmp-O1-compiled"),
         Contender("torch.amp eager", LM, "amp"),
         Contender("torch.amp compiled", LM, "amp-compiled"),
@@ -82,6 +83,7 @@ def lm_rows(arguments: argparse.Namespace) -> list[Row]:
         ("fmp compiled", "torch.amp compiled", 1.0),
         ("fmp compiled", "JAX + jmp + optax", 3.0),
         ("fmp O1 eager", "torch.amp eager", 1.0),
+        ("fmp O1 eager, torch's rules", "torch.amp eager", 1.0),
         ("fmp O1 compiled", "torch.amp compiled", 1.0),
     ]
     return [row for pair in pairs if (row := compare("LM step, bf16", times, *pair))]

@@ -1,5 +1,6 @@
 """The step of examples/train_lm.py in bfloat16, by fmp (O2 or O1) and by torch.amp."""
 
+import dataclasses
 import os
 import sys
 from argparse import Namespace
@@ -22,7 +23,7 @@ CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 128, 256, 8, 4, 16
 
 
 def setup(variant: str) -> Callable[[], None]:
-    """Prepares one variant: fmp, fmp-donated, fmp-compiled, fmp-O1, fmp-O1-compiled, amp or amp-compiled."""
+    """Prepares one variant: fmp, fmp-donated, fmp-compiled, amp or amp-compiled; fmp-O1 and fmp-O1-torch likewise."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     module = GPT(CONTEXT, WIDTH, HEADS, LAYERS)
@@ -39,7 +40,10 @@ def _fmp(module: GPT, tokens: torch.Tensor, form: str) -> Callable[[], None]:
         "compile": "compiled" in form,
     }
     arguments = Namespace(**{**vars(ARGUMENTS), **changes})
-    step = make_step(model, make_policy(arguments), arguments)
+    policy = make_policy(arguments)
+    if "torch" in form:
+        policy = dataclasses.replace(policy, op_rules=fmp.OpRules.torch())
+    step = make_step(model, policy, arguments)
     state = step.init(model.params, buffers=model.buffers)
 
     def run() -> None:

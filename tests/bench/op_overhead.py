@@ -1,6 +1,5 @@
 """What casting op by op costs an op that needs no cast, 8 x 8: plain, under torch.autocast, under fmp.autocast."""
 
-import statistics
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ def op_microseconds(rounds: int) -> dict[str, dict[str, float]]:
     """Times each op under each library in turns, in this process on one thread.
 
     Returns:
-        By op and then by library, the median over the rounds of the microseconds that a call takes.
+        By op and then by library, the microseconds that a call takes, in the best round: noise only adds.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -73,4 +72,4 @@ def _race(op: Callable[[], object], rounds: int) -> dict[str, float]:
     for _ in range(rounds + 1):  # the first round warms up
         for name, contender in contenders.items():
             times[name].append(contender())
-    return {name: 1e6 * statistics.median(values[1:]) / CALLS for name, values in times.items()}
+    return {name: 1e6 * min(values[1:]) / CALLS for name, values in times.items()}

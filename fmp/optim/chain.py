@@ -1,4 +1,4 @@
-"""chain: several transformations of a gradient, one after the other."""
+"""chain and named_chain: several transformations of a gradient, one after the other."""
 
 from typing import Any
 
@@ -27,9 +27,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         {'w': tensor([-0.3000, -0.4000])}
     """
     for index, transformation in enumerate(transformations):
-        if not isinstance(transformation, GradientTransformation):
-            hint = "; call it to make one" if callable(transformation) else ""
-            raise TypeError(f"part {index} of the chain is {transformation!r}, not a GradientTransformation{hint}")
+        _check_part(index, transformation)
 
     def init(params: Tree) -> tuple[Tree, ...]:
         return tuple(transformation.init(params) for transformation in transformations)
@@ -42,3 +40,53 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         return grads, tuple(new_states)
 
     return GradientTransformation(init, update)
+
+
+def named_chain(*parts: tuple[str, GradientTransformation]) -> GradientTransformation:
+    """Makes one optimizer of several parts, as `chain` does, with a name for the state of each.
+
+    Args:
+        *parts: Pairs of a name and a part, in the order in which the parts see the gradient.
+
+    Returns:
+        The optimizer. Its state is a dictionary of the parts' states, by name.
+
+    Raises:
+        TypeError: If a part is not a pair of a string and a `GradientTransformation`.
+        ValueError: If two parts have the same name.
+
+    Example:
+        >>> import torch, fmp.optim as optim
+        >>> tx = optim.named_chain(("clip", optim.clip_by_global_norm(1.0)), ("adam", optim.adam(0.1)))
+        >>> tx.init({"w": torch.zeros(2)})["adam"].first_moment
+        {'w': tensor([0., 0.])}
+    """
+    transformations: dict[str, GradientTransformation] = {}
+    for index, part in enumerate(parts):
+        # A GradientTransformation is a tuple too.
+        if isinstance(part, GradientTransformation) or not isinstance(part, tuple | list) or len(part) != 2:
+            raise TypeError(f"part {index} of the chain is {part!r}, not a pair of a name and a transformation")
+        name, transformation = part
+        if not isinstance(name, str):
+            raise TypeError(f"the name of part {index} of the chain must be a string, got {name!r}")
+        _check_part(repr(name), transformation)
+        if name in transformations:
+            raise ValueError(f"two parts of the chain have the name {name!r}; their states would be one")
+        transformations[name] = transformation
+    whole = chain(*transformations.values())
+
+    def init(params: Tree) -> dict[str, Tree]:
+        return dict(zip(transformations, whole.init(params), strict=True))
+
+    def update(grads: Tree, state: dict[str, Tree], params: Tree) -> tuple[Tree, dict[str, Tree]]:
+        # By name: a dictionary that was saved may come back in another order.
+        updates, states = whole.update(grads, tuple(state[name] for name in transformations), params)
+        return updates, dict(zip(transformations, states, strict=True))
+
+    return GradientTransformation(init, update)
+
+
+def _check_part(which: object, transformation: object) -> None:
+    if not isinstance(transformation, GradientTransformation):
+        hint = "; call it to make one" if callable(transformation) else ""
+        raise TypeError(f"part {which} of the chain is {transformation!r}, not a GradientTransformation{hint}")

@@ -1,4 +1,4 @@
-"""Clipping of gradients by the norm of all of them together."""
+"""Clipping of gradients: by the norm of all of them together, or each entry by itself."""
 
 import math
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from fmp import tree
-from fmp.dtypes import full_precision
+from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks
-from fmp.optim.base import GradientTransformation, Scalar
+from fmp.optim.base import GradientTransformation, Scalar, in_dtype
 
 Tree = Any
 
@@ -38,8 +38,7 @@ def clip_by_global_norm(max_norm: Scalar) -> GradientTransformation:
         >>> tx.update(grads, tx.init(grads), grads)[0]
         {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
-    if isinstance(max_norm, torch.Tensor) or max_norm != math.inf:
-        checks.number("max_norm", max_norm)
+    _check_bound("max_norm", max_norm)
 
     def init(params: Tree) -> tuple[()]:
         return ()
@@ -73,3 +72,50 @@ def clip_to_norm(grads: Tree, norm: torch.Tensor, max_norm: Scalar) -> Tree:
         return wide * factor.to(wide.dtype)
 
     return tree.map(clip, grads)
+
+
+def clip_by_value(max_delta: Scalar) -> GradientTransformation:
+    """Limits every entry of the gradients to `[-max_delta, max_delta]`.
+
+    Unlike clipping by norm, this changes the direction of the gradient. NaN stays NaN, but inf becomes `max_delta`, so
+    a check for finite gradients belongs in front of it (`fmp.train_step` checks before the optimizer).
+
+    Args:
+        max_delta: The largest absolute value that passes unchanged; inf clips nothing. A number or a 0-dim tensor.
+
+    Returns:
+        The transformation, without state. Clipped gradients have dtype float32 or wider.
+
+    Raises:
+        ValueError: If `max_delta` is negative or NaN.
+        TypeError: If a gradient is complex (when `update` is called).
+
+    Example:
+        >>> tx = clip_by_value(1.0)
+        >>> grads = {"w": torch.tensor([-3.0, 0.5, torch.nan])}
+        >>> tx.update(grads, tx.init(grads), grads)[0]
+        {'w': tensor([-1.0000,  0.5000,     nan])}
+    """
+    _check_bound("max_delta", max_delta)
+
+    def init(params: Tree) -> tuple[()]:
+        return ()
+
+    def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
+        return tree.map_with_path(clip, grads), state
+
+    def clip(path: str, grad: Any) -> Any:
+        if isinstance(grad, torch.Tensor) and grad.dtype.is_complex:
+            raise TypeError(f"{path}: {tree.describe(grad)} has no order to clip by; use clip_by_global_norm")
+        if not is_castable(grad):
+            return grad
+        wide = grad.to(full_precision(grad.dtype))
+        bound: Any = in_dtype(max_delta, wide.dtype)
+        return wide.clamp(-bound, bound)
+
+    return GradientTransformation(init, update)
+
+
+def _check_bound(name: str, value: Scalar) -> None:
+    if isinstance(value, torch.Tensor) or value != math.inf:
+        checks.number(name, value)

@@ -122,6 +122,111 @@ def exponential_decay(
     return schedule
 
 
+def cosine_decay(init_value: float, decay_steps: int, end_value: float = 0.0, exponent: float = 1.0) -> Schedule:
+    """Makes a schedule that goes from one value to another along half a cosine, and stays there.
+
+        value = end_value + (init_value - end_value) * ((1 + cos(pi * count / decay_steps)) / 2) ** exponent
+
+    Args:
+        init_value: The value at 0.
+        decay_steps: The number of steps from one value to the other, at least 1.
+        end_value: The value from `decay_steps` on, exactly.
+        exponent: The power that the cosine is raised to; above 1, the value falls earlier.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a value is negative or not finite, or `decay_steps` is below 1.
+
+    References:
+        Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5, without restarts.
+
+    Example:
+        >>> schedule = cosine_decay(1.0, decay_steps=4)
+        >>> [round(schedule(torch.tensor(count)).item(), 6) for count in (0, 1, 2, 4, 9)]
+        [1.0, 0.853553, 0.5, 0.0, 0.0]
+    """
+    checks.number("init_value", init_value)
+    checks.steps("decay_steps", decay_steps, low=1)
+    checks.number("end_value", end_value)
+    checks.number("exponent", exponent)
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        remaining = (decay_steps - _since(count, 0)).clamp(min=0)
+        # (1 + cos(x)) / 2, without the cancellation that would cost the last steps their digits.
+        share = torch.sin(remaining.to(torch.float32) / decay_steps * (math.pi / 2)).square() ** exponent
+        start, end = torch.full_like(share, init_value), torch.full_like(share, end_value)
+        return torch.where(remaining > 0, torch.lerp(end, start, share), end)
+
+    return schedule
+
+
+def warmup_cosine_decay(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    decay_steps: int,
+    end_value: float = 0.0,
+    exponent: float = 1.0,
+) -> Schedule:
+    """Makes a schedule that rises in a straight line, then falls along half a cosine.
+
+    Args:
+        init_value: The value at 0.
+        peak_value: The value at `warmup_steps`, exactly.
+        warmup_steps: The number of steps to the peak; 0 begins there.
+        decay_steps: The count at which the end is reached, the warm-up included.
+        end_value: The value from `decay_steps` on, exactly.
+        exponent: The power that the cosine is raised to.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a value is negative or not finite, or `decay_steps` is not above `warmup_steps`.
+
+    Example:
+        >>> schedule = warmup_cosine_decay(0.0, 1.0, warmup_steps=2, decay_steps=6, end_value=0.5)
+        >>> [round(schedule(torch.tensor(count)).item(), 6) for count in (0, 1, 2, 4, 6, 9)]
+        [0.0, 0.5, 1.0, 0.75, 0.5, 0.5]
+    """
+    checks.number("peak_value", peak_value)
+    _check_warmup(warmup_steps, decay_steps)
+    falling = cosine_decay(peak_value, decay_steps - warmup_steps, end_value, exponent)
+    return _after_warmup(init_value, peak_value, warmup_steps, falling)
+
+
+def warmup_linear_decay(
+    init_value: float, peak_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0
+) -> Schedule:
+    """Makes a schedule that rises in a straight line, then falls in another.
+
+    Args:
+        init_value: The value at 0.
+        peak_value: The value at `warmup_steps`, exactly.
+        warmup_steps: The number of steps to the peak; 0 begins there.
+        decay_steps: The count at which the end is reached, the warm-up included.
+        end_value: The value from `decay_steps` on, exactly.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: If a value is negative or not finite, or `decay_steps` is not above `warmup_steps`.
+
+    Example:
+        >>> schedule = warmup_linear_decay(0.0, 1.0, warmup_steps=2, decay_steps=6)
+        >>> [schedule(torch.tensor(count)).item() for count in (0, 1, 2, 4, 6, 9)]
+        [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    checks.number("peak_value", peak_value)
+    _check_warmup(warmup_steps, decay_steps)
+    return _after_warmup(
+        init_value, peak_value, warmup_steps, linear(peak_value, end_value, decay_steps - warmup_steps)
+    )
+
+
 def piecewise_constant(values: Sequence[float], boundaries: Sequence[int]) -> Schedule:
     """Makes a schedule that jumps from one value to the next.
 
@@ -182,6 +287,22 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 def _since(count: torch.Tensor, begin: int) -> torch.Tensor:
     # In int32, a beginning from 2**31 on would wrap around.
     return (count.long() - begin).clamp(min=0)
+
+
+def _after_warmup(init_value: float, peak_value: float, warmup_steps: int, falling: Schedule) -> Schedule:
+    checks.number("init_value", init_value)
+    if warmup_steps == 0:
+        return falling
+    return join([linear(init_value, peak_value, warmup_steps), falling], [warmup_steps])
+
+
+def _check_warmup(warmup_steps: int, decay_steps: int) -> None:
+    checks.steps("warmup_steps", warmup_steps, low=0)
+    checks.steps("decay_steps", decay_steps, low=1)
+    if decay_steps <= warmup_steps:
+        raise ValueError(
+            f"decay_steps includes the warm-up and must be above warmup_steps={warmup_steps}, got {decay_steps}"
+        )
 
 
 def _check_boundaries(name: str, pieces: Sequence[object], boundaries: Sequence[int]) -> None:

@@ -87,3 +87,58 @@ def test_bound_may_be_a_tensor_even_one_a_member():
 def test_bad_bounds_are_refused(value):
     with pytest.raises(ValueError, match="max_norm"):
         optim.clip_by_global_norm(value)
+
+
+def limited(grads, max_delta):
+    return optim.clip_by_value(max_delta).update(grads, (), grads)[0]
+
+
+@given(st.lists(st.floats(width=32), max_size=6), st.floats(0.0, 2.0**100, width=32) | st.just(math.inf))
+def test_clip_by_value_is_that_of_torch(entries, max_delta):
+    param = torch.zeros(len(entries), requires_grad=True)
+    grad = torch.tensor(entries, dtype=torch.float32)
+    param.grad = grad.clone()
+    torch.nn.utils.clip_grad_value_(param, max_delta)
+    torch.testing.assert_close(limited(grad, max_delta), param.grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_clip_by_value_keeps_nan_and_bounds_inf():
+    found = limited({"w": torch.tensor([math.nan, math.inf, -math.inf, -0.5])}, 1.0)["w"]
+    torch.testing.assert_close(found, torch.tensor([math.nan, 1.0, -1.0, -0.5]), rtol=0, atol=0, equal_nan=True)
+
+
+def test_clip_by_value_of_half_gradients_is_not_rounded():
+    found = limited({"w": torch.tensor([3.0, 0.5], dtype=torch.float16), "d": torch.ones(1).double()}, 0.1)
+    assert found["w"].tolist() == [torch.tensor(0.1).item()] * 2
+    assert found["d"].tolist() == [0.1]
+
+
+def test_clip_by_value_leaves_holes_and_integers():
+    ids = torch.arange(3)
+    found = limited({"w": torch.ones(()), "ids": ids, "hole": None}, 0.5)
+    assert found == {"w": torch.tensor(0.5), "ids": ids, "hole": None}
+    assert found["ids"] is ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_value_bound_may_be_a_tensor_even_one_a_member(dtype):
+    grad = torch.tensor([3.0, -4.0])
+    found = torch.func.vmap(lambda bound: limited(grad, bound))(torch.tensor([1.0, 3.5], dtype=dtype))
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[1.0, -1.0], [3.0, -3.5]]
+
+
+def test_derivative_of_a_clipped_value():
+    derivative = torch.func.grad(lambda grad: limited(grad, 1.0).sum())(torch.tensor([-2.0, 0.0, 0.5, 2.0]))
+    assert derivative.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_complex_values_are_refused():
+    with pytest.raises(TypeError, match=r"a/w: c64\[2\] has no order to clip by; use clip_by_global_norm"):
+        limited({"a": {"w": torch.zeros(2, dtype=torch.complex64)}, "b": torch.zeros(1)}, 1.0)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, torch.ones(2), 1e39])
+def test_bad_value_bounds_are_refused(value):
+    with pytest.raises(ValueError, match="max_delta"):
+        optim.clip_by_value(value)

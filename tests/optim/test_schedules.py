@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -9,6 +11,9 @@ EVERY = {
     "constant": schedules.constant(0.3),
     "linear": schedules.linear(0.1, 0.7, 10, 3),
     "exponential": schedules.exponential_decay(0.1, 10, 0.5, 3, staircase=True, end_value=0.01),
+    "cosine": schedules.cosine_decay(0.7, 10, 0.1, exponent=1.5),
+    "warm-up, cosine": schedules.warmup_cosine_decay(0.1, 0.7, 4, 15, 0.2),
+    "warm-up, linear": schedules.warmup_linear_decay(0.1, 0.7, 4, 15, 0.2),
     "piecewise": schedules.piecewise_constant([0.1, 0.2, 0.3], [5, 6]),
     "join": schedules.join([schedules.linear(0.0, 1.0, 4), schedules.exponential_decay(1.0, 3, 0.5)], [4]),
 }
@@ -79,6 +84,69 @@ def test_linear_starts_and_ends_exactly(init_value, end_value, transition_steps,
     assert schedule(torch.tensor(transition_begin + transition_steps)).item() == end_value
 
 
+VALUES = st.floats(0, 10, width=32)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 100])
+def test_cosine_is_torch_cosine(steps):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.01)
+    schedule = schedules.cosine_decay(0.3, steps, end_value=0.01)
+    for count in range(steps + 1):
+        found = schedule(torch.tensor(count, dtype=torch.int32))
+        assert found.dtype == torch.float32
+        assert found.item() == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-5)
+        optimizer.step()
+        scheduler.step()
+
+
+@given(VALUES, VALUES, st.integers(1, 10**6), st.floats(0.5, 4), st.data())
+def test_cosine_is_its_formula(init_value, end_value, decay_steps, exponent, data):
+    count = data.draw(st.integers(0, decay_steps))
+    share = ((1 + math.cos(math.pi * count / decay_steps)) / 2) ** exponent
+    found = schedules.cosine_decay(init_value, decay_steps, end_value, exponent)(torch.tensor(count))
+    assert found.item() == pytest.approx(end_value + (init_value - end_value) * share, rel=1e-5, abs=1e-6)
+
+
+@given(VALUES, VALUES, st.integers(1, 2**40), st.floats(0, 4), st.integers(0, 2**40))
+def test_cosine_starts_and_ends_exactly(init_value, end_value, decay_steps, exponent, later):
+    schedule = schedules.cosine_decay(init_value, decay_steps, end_value, exponent)
+    assert schedule(torch.tensor(0)).item() == init_value
+    assert schedule(torch.tensor(decay_steps)).item() == end_value
+    assert schedule(torch.tensor(decay_steps + later)).item() == end_value
+
+
+def test_the_last_steps_of_a_cosine_keep_their_digits():
+    steps = 10**6
+    schedule = schedules.cosine_decay(1.0, steps)
+    for remaining in (1, 2, 5, 1000):
+        expected = math.sin(math.pi / 2 * remaining / steps) ** 2
+        assert schedule(torch.tensor(steps - remaining)).item() == pytest.approx(expected, rel=1e-6)
+
+
+@given(st.integers(0, 100), st.integers(1, 100), st.integers(0, 250))
+def test_warm_up_is_its_formula(warmup_steps, more, count):
+    decay_steps = warmup_steps + more
+    cosine = schedules.warmup_cosine_decay(0.25, 2.0, warmup_steps, decay_steps, 0.5, exponent=2.0)
+    line = schedules.warmup_linear_decay(0.25, 2.0, warmup_steps, decay_steps, 0.5)
+    if count < warmup_steps:
+        expected = [0.25 + (2.0 - 0.25) * count / warmup_steps] * 2
+    else:
+        progress = min(count - warmup_steps, more) / more
+        shares = [((1 + math.cos(math.pi * progress)) / 2) ** 2, 1 - progress]
+        expected = [0.5 + (2.0 - 0.5) * share for share in shares]
+    assert [each(torch.tensor(count)).item() for each in (cosine, line)] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [schedules.warmup_cosine_decay, schedules.warmup_linear_decay])
+def test_warm_up_meets_its_values_exactly(make):
+    schedule = make(0.1, 0.7, 3, 10, 0.3)
+    for count, value in [(0, 0.1), (3, 0.7), (10, 0.3), (11, 0.3), (2**31 - 1, 0.3)]:
+        assert schedule(torch.tensor(count, dtype=torch.int32)) == torch.tensor(value)
+    assert make(0.1, 0.7, 0, 10)(torch.tensor(0)) == torch.tensor(0.7)
+    assert make(0.1, 0.7, 2**40, 2**41)(torch.tensor(2**40)) == torch.tensor(0.7)
+
+
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 150))
 def test_a_joined_schedule_counts_from_its_own_beginning(first, more, count):
     parts = [schedules.linear(0.0, 1.0, 100), schedules.linear(1.0, 2.0, 100), schedules.linear(2.0, 3.0, 100)]
@@ -111,6 +179,17 @@ def test_a_later_schedule_is_never_asked_below_zero():
         (lambda: schedules.linear(0.0, 1.0, 5, -1), "transition_begin"),
         (lambda: schedules.exponential_decay(1.0, 5, 0.0), "decay_rate"),
         (lambda: schedules.exponential_decay(1.0, 5, 0.5, end_value=-1.0), "end_value"),
+        (lambda: schedules.cosine_decay(-1.0, 5), "init_value"),
+        (lambda: schedules.cosine_decay(1.0, 0), "decay_steps must be at least 1, got 0"),
+        (lambda: schedules.cosine_decay(1.0, 5, float("nan")), "end_value"),
+        (lambda: schedules.cosine_decay(1.0, 5, exponent=-1.0), "exponent"),
+        (lambda: schedules.warmup_cosine_decay(-0.1, 1.0, 0, 5), "init_value"),
+        (lambda: schedules.warmup_cosine_decay(0.0, float("inf"), 2, 5), "peak_value"),
+        (lambda: schedules.warmup_cosine_decay(0.0, 1.0, -1, 5), "warmup_steps must be at least 0, got -1"),
+        (lambda: schedules.warmup_cosine_decay(0.0, 1.0, 5, 5), "must be above warmup_steps=5, got 5"),
+        (lambda: schedules.warmup_linear_decay(0.0, 1.0, 5, 4), "must be above warmup_steps=5, got 4"),
+        (lambda: schedules.warmup_linear_decay(0.0, 1.0, 0, 0), "decay_steps must be at least 1, got 0"),
+        (lambda: schedules.warmup_linear_decay(0.0, 1.0, 2, 5, -1.0), "end_value"),
         (lambda: schedules.piecewise_constant([1.0], [5]), "values must be one more than boundaries, got 1 and 1"),
         (lambda: schedules.piecewise_constant([1.0, 2.0, 3.0], [5, 5]), r"boundaries\[1\] must be at least 6, got 5"),
         (lambda: schedules.join([schedules.constant(1.0)], [5]), "schedules must be one more"),

@@ -16,6 +16,7 @@ from fmp.optim.base import (
     is_off,
     reusable,
     scheduled,
+    square_root,
     update_leaves,
     zero_count,
 )
@@ -177,9 +178,7 @@ def _mean(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _rms(x: torch.Tensor) -> torch.Tensor:
-    mean = (x * x).mean()
-    # The root has no derivative at zero, where parameters may well begin.
-    return torch.where(mean == 0, 0.0, torch.where(mean == 0, 1.0, mean).sqrt())
+    return square_root((x * x).mean())
 
 
 def _positive(value: Scalar, dtype: torch.dtype) -> Scalar:

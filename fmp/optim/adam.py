@@ -17,6 +17,7 @@ from fmp.optim.base import (
     is_off,
     reusable,
     scheduled,
+    square_root,
     update_leaves,
     zero_count,
     zeros,
@@ -178,7 +179,7 @@ def _adam(
             second = torch.lerp(second, square, use.second_weight)
 
             out = reusable(square, param, first, second, *use)
-            step = torch.sqrt(second, out=out)
+            step = square_root(second, out)
             step = torch.add(step, use.eps, out=out)
             step = torch.div(first, step, out=out)
             step = torch.mul(step, use.step_size, out=out)

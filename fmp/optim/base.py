@@ -194,6 +194,21 @@ def add_scaled(x: torch.Tensor, scale: Scalar, y: torch.Tensor, out: torch.Tenso
     return torch.add(x, y.to(x.dtype), alpha=scale, out=out)
 
 
+def square_root(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes the square root, with the derivative 0 at 0, where it would be infinite.
+
+    Without that, one gradient of exactly zero would make the gradient through an update NaN.
+
+    Args:
+        x: Numbers of at least zero.
+        out: Where to write, as `reusable` says; there, nothing is differentiated.
+    """
+    if out is not None:
+        return torch.sqrt(x, out=out)
+    is_zero = x == 0
+    return torch.where(is_zero, 0.0, torch.sqrt(torch.where(is_zero, 1.0, x)))
+
+
 def reusable(fresh: torch.Tensor, *operands: Any) -> torch.Tensor | None:
     """Says where the next elementwise results may be written: over a fresh tensor, or None for new memory.
 

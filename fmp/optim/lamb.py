@@ -16,6 +16,7 @@ from fmp.optim.base import (
     is_off,
     per_dtype,
     scheduled,
+    square_root,
     update_leaves,
     zero_count,
     zeros,
@@ -117,7 +118,7 @@ def lamb(
             # The correction of the second moment moves out of the square root, from every entry into two scalars:
             # m / (sqrt(v / c) + eps) = sqrt(c) * m / (sqrt(v) + sqrt(c) * eps).
             root_correction = bias_correction(b2, count).sqrt()
-            direction = first / (second.sqrt() + root_correction * in_dtype(eps, dtype))
+            direction = first / (square_root(second) + root_correction * in_dtype(eps, dtype))
             direction = direction * (root_correction / bias_correction(b1, count))
             if decays and not is_off(weight_decay):
                 direction = add_scaled(direction, weight_decay, param)

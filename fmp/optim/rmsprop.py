@@ -15,6 +15,7 @@ from fmp.optim.base import (
     is_off,
     per_dtype,
     scheduled,
+    square_root,
     update_leaves,
     zero_count,
     zeros,
@@ -120,7 +121,7 @@ def rmsprop(
             if first is not None:
                 first = torch.lerp(first, grad, weight)
                 spread = (second - first * first).clamp(min=0.0)
-            step = grad / (spread.sqrt() + in_dtype(eps, grad.dtype))
+            step = grad / (square_root(spread) + in_dtype(eps, grad.dtype))
             if total is not None:
                 step = total = add_scaled(step, momentum, total)
             return step * -rates[grad.dtype], second, first, total

@@ -1,7 +1,7 @@
 """Measures fmp next to its peers and prints one table of ratios.
 
     python -m tests.bench                    # everything, about ten minutes on two cores
-    python -m tests.bench --only mlp         # one of lm, mlp, ops, memory
+    python -m tests.bench --only mlp         # one of lm, mlp, optimizers, ops, memory
     python -m tests.bench --threads 2
 
 JAX is measured if `jax`, `jmp` and `optax` are installed; nothing else in fmp needs them.
@@ -24,7 +24,7 @@ from tests.bench.memory_peaks import gradient_peaks, step_peak
 from tests.bench.op_overhead import op_microseconds
 
 RESULTS = Path(__file__).parent / "results"
-LM, MLP = "tests.bench.lm_step", "tests.bench.mlp_step"
+LM, MLP, OPTIMIZER = "tests.bench.lm_step", "tests.bench.mlp_step", "tests.bench.optimizer_step"
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,18 @@ def mlp_rows(arguments: argparse.Namespace) -> list[Row]:
     return [row for name in mine if (row := compare("MLP, 20 steps, f32", times, name, "torch eager", 1.0))]
 
 
+def optimizer_rows(arguments: argparse.Namespace) -> list[Row]:
+    """Single updates of optimizers."""
+    rows = []
+    for algorithm, forms in {"adamw": ("fused", "foreach"), "sgd": ("fused", "foreach"), "lion": ("foreach",)}.items():
+        contenders = [Contender("fmp", OPTIMIZER, f"{algorithm}-fmp")]
+        contenders += [Contender(f"torch {form}", OPTIMIZER, f"{algorithm}-{form}") for form in forms]
+        times = race(contenders, threads=1, rounds=arguments.rounds, steps=10, report=tqdm.write)
+        what = f"{algorithm}, 100 tensors, 4 M parameters"
+        rows += [row for form in forms if (row := compare(what, times, "fmp", f"torch {form}", 1.0))]
+    return rows
+
+
 def op_rows(arguments: argparse.Namespace) -> list[Row]:
     """Single ops that need no cast, under the mode that casts op by op."""
     rows = []
@@ -150,13 +162,13 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["lm", "mlp", "ops", "memory"])
+    parser.add_argument("--only", choices=["lm", "mlp", "optimizers", "ops", "memory"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", help="keep the table under tests/bench/results by this name")
     arguments = parser.parse_args()
 
-    sections = {"memory": memory_rows, "ops": op_rows, "mlp": mlp_rows, "lm": lm_rows}
+    sections = {"memory": memory_rows, "ops": op_rows, "optimizers": optimizer_rows, "mlp": mlp_rows, "lm": lm_rows}
     chosen = [arguments.only] if arguments.only else list(sections)
     rows = [row for name in tqdm(chosen, desc="benchmarks") for row in sections[name](arguments)]
     heading = (

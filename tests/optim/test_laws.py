@@ -225,3 +225,14 @@ def test_update_is_differentiable(row):
     by_func = torch.func.grad(total, argnums=tuple(range(len(variables))))(*variables)
     by_autograd = torch.autograd.grad(total(*required), required, materialize_grads=True)
     torch.testing.assert_close(by_func, by_autograd)
+
+
+@every_row
+def test_the_gradient_through_a_zero_gradient_is_finite(row):
+    tx, values = row.make(), params(torch.float64)
+    state = tx.init(values)
+    given = tree.map(lambda leaf: torch.zeros_like(leaf).requires_grad_() if is_castable(leaf) else None, values)
+    updates, new_state = tx.update(given, state, values)
+    outputs = [leaf for leaf in tensors(updates, new_state) if leaf.requires_grad]
+    found = torch.autograd.grad([leaf.sum() for leaf in outputs], tensors(given), allow_unused=True)
+    assert all(grad is None or grad.isfinite().all() for grad in found)

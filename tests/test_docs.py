@@ -6,6 +6,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,10 @@ def test_docstring_examples(name):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_documentation_block(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write a file
-    exec(compile(block, "<documentation>", "exec"), {"__name__": "__main__"})
+    # torch.compile looks up the globals of a function in its module.
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(compile(block, "<documentation>", "exec"), vars(module))
 
 
 def test_public_names_have_docstrings():

@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                          # O2 in bfloat16: the model in half, masters in float32
     python examples/train_lm.py --half fp16              # O2 in float16, with dynamic loss scaling
+    python examples/train_lm.py --master-weights kahan   # two 16-bit numbers for each parameter instead of 16 + 32
     python examples/train_lm.py --opt-level O1           # the model in float32, each op in half or float32
     python examples/train_lm.py --opt-level O0           # float32 throughout
     python examples/train_lm.py --resume out/train_lm    # goes on where a run stopped, bit for bit
@@ -94,7 +95,11 @@ def sample_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
 def make_policy(args: argparse.Namespace) -> fmp.Policy:
     """Returns the precision policy; nothing else differs between precisions."""
     return fmp.opt_level(
-        args.opt_level, half_dtype=args.half, loss_scale=args.loss_scale, keep_norm_fp32=args.keep_norm_fp32
+        args.opt_level,
+        half_dtype=args.half,
+        loss_scale=args.loss_scale,
+        keep_norm_fp32=args.keep_norm_fp32,
+        master_weights=args.master_weights,
     )
 
 
@@ -175,6 +180,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--loss-scale", help="dynamic, none or a number; the level's default otherwise")
     parser.add_argument("--keep-norm-fp32", help="True or False; the level's default otherwise")
+    parser.add_argument(
+        "--master-weights", help="f32 or True, remainder, kahan, stochastic, or False; the level's default otherwise"
+    )
     parser.add_argument("--steps", type=int, default=600, help="of the whole run; the schedule depends on it")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=1, help="microbatches per step")

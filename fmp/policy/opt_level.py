@@ -11,7 +11,7 @@ from torch import nn
 from fmp.dtypes import parse_dtype, short_name
 from fmp.module import Model, norm_names
 from fmp.policy.op_rules import OpRules
-from fmp.policy.policy import Policy, as_dtype, as_flag, as_loss_scale, as_op_rules
+from fmp.policy.policy import Policy, as_dtype, as_flag, as_loss_scale, as_masters, as_op_rules
 
 # What normalisation layers are usually called; a module or model given as `keep_full` names its own exactly.
 NORM_PATTERNS = ("*norm*", "*.bn*", "*.ln*")
@@ -78,7 +78,8 @@ def opt_level(
         patch_torch_functions: Apex's name for casting op by op; False takes that from O1 and leaves its loss scaling.
         keep_norm_fp32: Whether normalisation layers stay in float32.
         keep_batchnorm_fp32: Apex's name for `keep_norm_fp32`.
-        master_weights: Whether the optimizer works on float32 copies of the half parameters.
+        master_weights: Whether the optimizer works on more than the 16 bits of the half parameters: True for float32
+            copies, or another form of `fmp.master`: `"remainder"` (with bf16), `"kahan"` or `"stochastic"`.
         loss_scale: `"dynamic"`, a number, or `"none"`.
         cast_model_outputs: The output dtype.
         op_rules: The rules of O1, Apex's by default: `fmp.OpRules`, `"apex"` or `"torch"`.
@@ -115,7 +116,7 @@ def opt_level(
     model_dtype = _model_dtype(cast_model_type)
     patch = _flag("patch_torch_functions", patch_torch_functions)
     keep_norm = _keep_norm(keep_norm_fp32, keep_batchnorm_fp32)
-    masters = _flag("master_weights", master_weights)
+    masters = None if _is_none(master_weights) else as_masters(master_weights)
     scale = as_loss_scale(loss_scale)
     output = as_dtype("cast_model_outputs", cast_model_outputs)
     rules = as_op_rules(op_rules)
@@ -179,8 +180,14 @@ def opt_level(
     )
     refuse(
         masters and not defaults.half,
-        "master_weights=True",
+        f"master_weights={masters}",
         "float32 parameters are their own masters; leave it out, or use 'O2'",
+    )
+    refuse(
+        masters == "remainder" and half != torch.bfloat16,
+        "master_weights=remainder",
+        f"it is the 16 bits that bf16 lacks of float32, and half_dtype is {short_name(half)}; use half_dtype='bf16', "
+        "or 'kahan'",
     )
 
     if norms is None:
@@ -234,9 +241,11 @@ def _model_dtype(value: Any) -> torch.dtype | Literal[False] | None:
 
 
 def _flag(name: str, value: Any) -> bool | None:
-    if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
-        return None
-    return as_flag(name, value)
+    return None if _is_none(value) else as_flag(name, value)
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() == "none")
 
 
 def _keep_norm(keep_norm_fp32: Any, keep_batchnorm_fp32: Any) -> bool | None:

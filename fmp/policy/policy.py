@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fmp.dtypes import full_precision, is_castable, parse_dtype, short_name
+from fmp.master import FORMS
 from fmp.patterns import matcher
 from fmp.policy.op_rules import OpRules
 from fmp.tree import Spec, cast, flatten, join, unflatten
@@ -50,7 +51,9 @@ class Policy:
         output_dtype: The dtype of what the model returns; likewise.
         keep_full: Name patterns (see `fmp.patterns.matches`) of parameters and buffers that are stored and used in
             float32, or wider where they already are, whatever the dtypes above say.
-        master_weights: Whether the optimizer works on float32 copies of the narrower parameters.
+        master_weights: Whether the optimizer works on more than the 16 bits of the narrower parameters: True or `"f32"`
+            for float32 copies, or another form of `fmp.master`: `"remainder"` (bf16 only, as exact, in 4 bytes a
+            parameter and not 6), `"kahan"` (nearly so) or `"stochastic"` (2 bytes).
         loss_scale: The loss scaling this policy asks for: `"dynamic"`, a positive number, or None for no scaling.
         op_rules: Cast op by op (see `fmp.autocast`): `fmp.OpRules`, or `"apex"` or `"torch"` for their lists.
             Parameters and inputs then stay as they are until an op casts them; `compute_dtype` is what the rules call
@@ -58,7 +61,8 @@ class Policy:
 
     Raises:
         ValueError: If a dtype is unknown or not a floating-point one, a pattern is empty or could not be written in the
-            string form, or the loss scale is not positive and finite.
+            string form, the loss scale is not positive and finite, or the masters are of an unknown form or of one that
+            is not made for `param_dtype`.
         TypeError: If an argument is of another type.
 
     References:
@@ -78,7 +82,7 @@ class Policy:
     compute_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     keep_full: tuple[str, ...]
-    master_weights: bool
+    master_weights: bool | str
     loss_scale: float | str | None
     op_rules: OpRules | None
 
@@ -89,7 +93,7 @@ class Policy:
         output_dtype: torch.dtype | str | None,
         *,
         keep_full: str | Sequence[str] = (),
-        master_weights: bool = False,
+        master_weights: bool | str = False,
         loss_scale: float | str | None = None,
         op_rules: OpRules | str | None = None,
     ):
@@ -98,7 +102,7 @@ class Policy:
             "compute_dtype": as_dtype("compute_dtype", compute_dtype),
             "output_dtype": as_dtype("output_dtype", output_dtype),
             "keep_full": _as_patterns(keep_full),
-            "master_weights": as_flag("master_weights", master_weights),
+            "master_weights": as_masters(master_weights),
             "loss_scale": as_loss_scale(loss_scale),
             "op_rules": as_op_rules(op_rules),
         }.items():
@@ -108,6 +112,11 @@ class Policy:
                 f"compute_dtype is {_name(self.compute_dtype)}, but op rules cast to float32 and what is narrower than "
                 "that; use bf16 or f16, or f32 for no low precision"
             )
+        if self.master_weights == "remainder" and self.param_dtype not in (None, torch.bfloat16):
+            raise ValueError(
+                f"master_weights='remainder' is the 16 bits that a bf16 parameter lacks of f32, and param_dtype is "
+                f"{_name(self.param_dtype)}; use bf16, or another form"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -116,7 +125,8 @@ class Policy:
         Args:
             text: `"params=f32,compute=bf16,output=f32"`, with `p`, `c` and `o` as short keys, in any order, or one
                 dtype name for all three. `none` leaves tensors as they are. Optional keys: `keep=*.norm|inv_freq`,
-                `master=true`, `scale=dynamic` or a number, and `ops=apex` or `ops=torch`.
+                `master=true` or a form of masters (`master=remainder`), `scale=dynamic` or a number, and `ops=apex` or
+                `ops=torch`.
 
         Returns:
             The policy. `Policy.parse(str(policy)) == policy`.
@@ -162,12 +172,19 @@ class Policy:
         if self.keep_full:
             parts.append(f"keep={'|'.join(self.keep_full)}")
         if self.master_weights:
-            parts.append("master=true")
+            parts.append(f"master={str(self.master_weights).lower()}")
         if self.loss_scale is not None:
             parts.append(f"scale={self.loss_scale}")
         if self.op_rules is not None:
             parts.append(f"ops={_base(self.op_rules)}")
         return ",".join(parts)
+
+    @property
+    def master_form(self) -> str | None:
+        """The form of the masters, a key of `fmp.master.FORMS`; None without masters."""
+        if isinstance(self.master_weights, str):
+            return self.master_weights
+        return "f32" if self.master_weights else None
 
     def cast_to_param(self, tree: Tree) -> Tree:
         """Casts parameters or buffers to the dtype they are stored in.
@@ -256,6 +273,21 @@ def as_flag(name: str, value: Any) -> bool:
     if value.strip().lower() not in flags:
         raise ValueError(f"{name} must be 'True' or 'False', got {value!r}")
     return flags[value.strip().lower()]
+
+
+def as_masters(value: Any) -> bool | str:
+    """Reads whether there are masters, or their form; `"f32"` is what True means, and `"none"` what False does."""
+    forms = ", ".join(map(repr, FORMS))
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"master_weights must be True, False or one of {forms}, got {value!r}")
+    name = value.strip().lower()
+    if name in ("true", "false", "f32", "none"):
+        return name in ("true", "f32")
+    if name not in FORMS:
+        raise ValueError(f"master_weights must be 'True', 'False' or one of {forms}, got {value!r}")
+    return name
 
 
 def as_loss_scale(value: Any) -> float | str | None:

@@ -19,6 +19,9 @@ from fmp.step.state import Metrics, TrainState
 
 Tree = Any
 
+# Keeps the seeds that masters are rounded by apart from those of the losses, which are numbered from 0: digits of pi.
+_ROUNDING = 0x4A4093822299F31D
+
 
 class _Group(NamedTuple):
     """The part of the state that one optimizer changes."""
@@ -72,16 +75,17 @@ def advance(
     del state
     norms: dict[str, torch.Tensor] = {}
     skipped: dict[str, torch.Tensor] = {}
-    for key, optimizer in config.optimizers.items():
+    for index, (key, optimizer) in enumerate(config.optimizers.items()):
+        noise = _rounding_seed(config, seed, count, index)
         checks = [finite[name] for name, keys in config.uses.items() if key in keys and config.skips[name]]
         norms[key] = tree.global_norm(grads[key])
         if checks:
             good = torch.stack(checks).all()
-            updated = _update(config, optimizer, grads.pop(key), norms[key], groups[key])
+            updated = _update(config, optimizer, grads.pop(key), norms[key], groups[key], noise)
             groups[key] = tree.select(good, updated, groups[key])
             skipped[key] = ~good
         else:
-            groups[key] = _update(config, optimizer, grads.pop(key), norms[key], groups.pop(key))
+            groups[key] = _update(config, optimizer, grads.pop(key), norms[key], groups.pop(key), noise)
             skipped[key] = torch.zeros_like(count, dtype=torch.bool)
 
     all_skipped = torch.stack(list(skipped.values())).all()
@@ -139,19 +143,24 @@ def _gradients(
 
 
 def _update(
-    config: StepConfig, optimizer: GradientTransformation, grads: Tree, norm: torch.Tensor, group: _Group
+    config: StepConfig,
+    optimizer: GradientTransformation,
+    grads: Tree,
+    norm: torch.Tensor,
+    group: _Group,
+    noise: torch.Tensor | None,
 ) -> _Group:
     """Clips, updates the masters, and casts them out."""
     params, masters, opt_state, ema = group
     del group
     if config.clip_norm is not None:
         grads = clip_to_norm(grads, norm, config.clip_norm)
-    full = master.merge(params, masters)
+    full = master.merge(params, masters, form=config.master_form)
     updates, opt_state = optimizer.update(grads, opt_state, full)
     del grads
     full = apply_updates(full, updates)
     del updates
-    params, masters = master.split(full, params, masters)
+    params, masters = master.split(full, params, masters, form=config.master_form, seed=noise)
     ema = ema if config.ema is None else _averaged(ema, full, config.ema)
     return _Group(params, masters, opt_state, ema)
 
@@ -188,6 +197,13 @@ def _seed_of(config: StepConfig, name: str, index: int, state: TrainState) -> to
     if "seed" not in config.losses[name].keywords:
         return state.seed
     return random.fold_in(random.fold_in(state.seed, state.step), index)
+
+
+def _rounding_seed(config: StepConfig, seed: torch.Tensor, step: torch.Tensor, index: int) -> torch.Tensor | None:
+    """Derives the seed by which one group's masters are rounded in one step, for a form that rounds by chance."""
+    if not master.FORMS[config.master_form].takes_seed:
+        return None
+    return random.fold_in(random.fold_in(random.fold_in(seed, step), _ROUNDING), index)
 
 
 def _scale_of(scaler: LossScale, device: torch.device) -> torch.Tensor:

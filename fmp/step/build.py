@@ -131,9 +131,9 @@ def train_step(
         finite    = all_finite(g)
         norm      = global_norm(g)
         g         = clip_to_norm(g, norm, clip_norm)
-        full      = master.merge(state.params, state.master)
+        full      = master.merge(state.params, state.master, form=policy.master_form)
         updates, opt_state = optimizer.update(g, state.opt_state, full)
-        params, masters    = master.split(apply_updates(full, updates), state.params, state.master)
+        params, masters    = master.split(apply_updates(full, updates), state.params, state.master, form=...)
         state     = select(finite, new_state, state)        # if the scaler is one that skips
         scaler    = scaler.adjust(finite)
 

@@ -34,6 +34,11 @@ class StepConfig:
     clip_norm: float | None
     ema: float | None
 
+    @property
+    def master_form(self) -> str:
+        """The form of the masters; without masters, that of no leaf."""
+        return (self.policy and self.policy.master_form) or "f32"
+
     def by_group(self, part: Tree) -> Mapping[str, Any]:
         """Keys a part of the state by group of parameters."""
         return {ONLY: part} if ONLY in self.optimizers else part

@@ -24,13 +24,15 @@ def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tens
     device = next((leaf.device for leaf in tree.leaves(params) if leaf is not None), torch.device("cpu"))
     params = tree.map(_copy, params)
     buffers = tree.map(_copy, buffers)
-    stored, masters = params, tree.map(lambda leaf: None, params)
+    stored, masters, form = params, tree.map(lambda leaf: None, params), config.master_form
     if config.policy is not None:
         stored = config.policy.cast_to_param(params)
         buffers = config.policy.cast_to_param(buffers)
-        if config.policy.master_weights:
-            masters = master.init(stored, params)
-    full = master.merge(stored, masters)
+        if config.policy.master_form is not None:
+            # Some forms round in another way than the policy casts.
+            wide = tree.map(_widened, params, stored)
+            stored, masters = master.split(wide, stored, master.init(stored, form=form), form=form)
+    full = master.merge(stored, masters, form=form)
     groups = config.by_group(full)
 
     def count() -> torch.Tensor:
@@ -53,7 +55,8 @@ def extend(config: StepConfig, state: TrainState, params: Tree) -> TrainState:
     """Adds parameters to a state; see `TrainStep.extend`."""
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a dictionary of new parameters, got a {type(params).__name__}")
-    full = _merged(master.merge(state.params, state.master), params, path="params")
+    full = master.merge(state.params, state.master, form=config.master_form)
+    full = _merged(full, params, path="params")
     fresh = init(config, full, state.buffers, state.seed)
     old_leaves, old_spec = tree.flatten(state)
     old = dict(zip(old_spec.paths(), old_leaves, strict=True))
@@ -67,6 +70,10 @@ def extend(config: StepConfig, state: TrainState, params: Tree) -> TrainState:
 
 def _copy(leaf: Any, device: torch.device | None = None) -> Any:
     return None if leaf is None else leaf.to(device, copy=True)
+
+
+def _widened(leaf: Any, like: Any) -> Any:
+    return leaf.to(full_precision(like.dtype)) if is_castable(leaf) else leaf
 
 
 def _full_precision_copy(leaf: Any, like: Any) -> Any:

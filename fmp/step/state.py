@@ -16,7 +16,8 @@ class TrainState:
     Attributes:
         step: i32[], the number of steps that changed a parameter.
         params: The parameters as the model computes with them.
-        master: Their float32 masters; None for a leaf that needs none.
+        master: What is kept beside them for the optimizer, by the policy's form of masters: float32 copies, or less
+            (see `fmp.master`); None for a leaf that needs none.
         opt_state: The optimizer's state, or one by group of parameters.
         loss_scale: The loss scaler, or one by loss.
         buffers: What the model keeps besides parameters, such as BatchNorm statistics; None without.

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from train_lm import GPT, make_policy, make_step
 
 ARGUMENTS = Namespace(
-    opt_level="O2", half="bf16", loss_scale=None, keep_norm_fp32=None, steps=600, warm_up=50, learning_rate=2e-3,
-    accumulate=1, donate=False, compile=False,
+    opt_level="O2", half="bf16", loss_scale=None, keep_norm_fp32=None, master_weights=None, steps=600, warm_up=50,
+    learning_rate=2e-3, accumulate=1, donate=False, compile=False,
 )  # fmt: skip
 CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 128, 256, 8, 4, 16
 

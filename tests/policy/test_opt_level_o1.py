@@ -79,6 +79,7 @@ def test_o1_takes_rules_of_ones_own():
         ({"keep_batchnorm_fp32": "False"}, "keep_norm_fp32=False: .* leave it out"),
         ({"keep_batchnorm_fp32": "True"}, "keep_norm_fp32=True: .* leave it out"),
         ({"master_weights": True}, "master_weights=True: all parameters stay in float32"),
+        ({"master_weights": "kahan"}, "master_weights=kahan: all parameters stay in float32"),
         ({"master_weights": False}, "master_weights=False: .* leave it out"),
         ({"master_weights": "False"}, "master_weights=False: .* leave it out"),
         ({"keep_full": "inv_freq"}, "keep_full: .* op_rules or fmp.full_precision"),

@@ -21,7 +21,7 @@ policies = st.builds(
     dtypes,
     dtypes,
     keep_full=st.lists(patterns, max_size=3),
-    master_weights=st.booleans(),
+    master_weights=st.sampled_from([False, True, "kahan", "stochastic"]),
     loss_scale=scales,
 )
 
@@ -40,6 +40,35 @@ def params():
 
 
 # --- construction
+
+
+@pytest.mark.parametrize(
+    ("value", "stored", "form"),
+    [
+        (False, False, None),
+        ("False", False, None),
+        ("none", False, None),
+        (True, True, "f32"),
+        ("true", True, "f32"),
+        ("f32", True, "f32"),
+        (" Remainder", "remainder", "remainder"),
+        ("kahan", "kahan", "kahan"),
+        ("stochastic", "stochastic", "stochastic"),
+    ],
+)
+def test_master_forms(value, stored, form):
+    policy = Policy("bf16", "bf16", "f32", master_weights=value)
+    assert (policy.master_weights, policy.master_form) == (stored, form)
+    assert Policy.parse(str(policy)) == policy
+    assert Policy.parse(f"p=bf16,c=bf16,o=f32,master={value}") == policy
+    assert str(policy).endswith({None: "output=f32", "f32": "master=true"}.get(form, f"master={form}"))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32", "f64"])
+def test_a_remainder_is_of_bfloat16(dtype):
+    with pytest.raises(ValueError, match=f"master_weights='remainder' .* param_dtype is {dtype}; use bf16"):
+        Policy(dtype, dtype, dtype, master_weights="remainder")
+    assert Policy(None, dtype, dtype, master_weights="remainder").master_form == "remainder"
 
 
 def test_dtypes_are_stored_as_torch_dtypes_whatever_names_them():
@@ -73,8 +102,8 @@ def test_loss_scale_forms(value, stored):
         ({"keep_full": ["a", 3]}, TypeError, "keep_full must be a sequence of name patterns"),
         ({"keep_full": {"a": 1}}, TypeError, "keep_full must be a sequence of name patterns"),
         ({"keep_full": nn.Linear(1, 1)}, TypeError, "keep_full must be a sequence of name patterns"),
-        ({"master_weights": 1}, TypeError, "master_weights must be True or False, got 1"),
-        ({"master_weights": "yes"}, ValueError, "master_weights must be 'True' or 'False', got 'yes'"),
+        ({"master_weights": 1}, TypeError, "master_weights must be True, False or one of 'f32', .*'stochastic', got 1"),
+        ({"master_weights": "yes"}, ValueError, "master_weights must be 'True', 'False' or one of .*, got 'yes'"),
         ({"loss_scale": "big"}, ValueError, "loss_scale 'big': use 'dynamic'"),
         ({"loss_scale": 0}, ValueError, "loss_scale must be positive"),
         ({"loss_scale": -1.0}, ValueError, "loss_scale must be positive"),
@@ -180,7 +209,8 @@ def test_one_name_sets_all_three(text, dtype):
         ("p=f32,c=i8,o=f32", "compute_dtype must be a floating-point dtype, got i8"),
         ("p=f32,c=bf16,o=f32,keep=", "keep_full: pattern ''"),
         ("p=f32,c=bf16,o=f32,keep=a||b", "keep_full: pattern ''"),
-        ("p=f32,c=bf16,o=f32,master=1", "master_weights must be 'True' or 'False'"),
+        ("p=f32,c=bf16,o=f32,master=1", "master_weights must be 'True', 'False' or one of 'f32', .*, got '1'"),
+        ("p=f16,c=f16,o=f32,master=remainder", "param_dtype is f16; use bf16, or another form"),
         ("p=f32,c=bf16,o=f32,scale=-1", "loss_scale must be positive"),
         ("p=f32,c=bf16,o=f32,scale=fast", "loss_scale 'fast'"),
     ],

@@ -1,3 +1,5 @@
+"""The form `f32`, and what holds for trees of parameters whatever the form."""
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -131,3 +133,10 @@ def test_compiled(params):
     expected = step(params, wide)
     assert fmp.tree.structure(found) == fmp.tree.structure(expected)
     assert dtypes(found) == dtypes(expected)
+
+
+def test_no_form_is_that_of_a_policy_without_masters():
+    params = {"w": torch.ones(2)}
+    none = master.init(params, form=None)
+    assert master.merge(params, none, form=fmp.opt_level("O1").master_form) == params
+    assert none == {"w": None}

@@ -10,9 +10,6 @@ of pure functions, so that is an ordinary function of the starting point: `vmap`
 `fmp.train_step`, with `fmp.optim.adam`, minimises it. The rival in the table is pre-trained jointly on all tasks, by
 the same step with no inner loop, and then adapted at the best of several rates.
 
-The inner loop has no Adam because behind a ReLU that is off, gradients are exactly zero, and there Adam's square root
-has no finite derivative.
-
 The proof: the meta-gradient by `fmp.value_and_grad` equals that of a Python loop over the tasks, with the inner steps
 written by hand and `torch.autograd.grad(create_graph=True)`, within 1e-5 of its largest entry.
 """

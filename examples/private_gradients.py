@@ -172,6 +172,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error("--steps must be at least 1")
+    if not 0 < args.max_norm < math.inf:
+        parser.error("--max-norm must be above 0 and finite")
+    if not 0 < args.learning_rate < math.inf:
+        parser.error("--learning-rate must be above 0 and finite")
     return args
 
 

@@ -64,3 +64,8 @@ def test_the_readme_shows_the_kept_results():
     readme = (ROOT / "README.md").read_text()
     assert heading in readme
     assert table in readme
+
+
+def test_the_page_on_masters_shows_the_kept_results():
+    kept = (ROOT / "tests" / "bench" / "results" / "master-forms.md").read_text()
+    assert kept.strip() in (ROOT / "docs" / "masters.md").read_text()

@@ -39,7 +39,8 @@ def accumulate(transformation: GradientTransformation, every: int) -> GradientTr
 
     The optimizer's update is computed in each call, and thrown away in all but the last: nothing waits for the device
     to say which one it is. What stands outside of the wrapper, such as clipping in front of it, sees each gradient,
-    what stands inside sees their mean. A gradient that is not finite spoils its window, not the next one.
+    what stands inside sees their mean. A gradient that is not finite spoils its window, and
+    for good what stands inside if that has a state; so let the train step skip it.
 
     A leaf whose gradient is None stays out of the call, and keeps what it has accumulated: it counts as zero in a
     window that it is missing from, and if it is missing from the last call, its sum goes into the next window.

@@ -15,6 +15,7 @@ from fmp.optim.base import (
     bias_correction,
     in_dtype,
     is_off,
+    mean_of_squares,
     reusable,
     scheduled,
     square_root,
@@ -174,12 +175,11 @@ def _adam(
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             if not is_off(coupled_decay):
                 grad = add_scaled(grad, coupled_decay, param)
-            square = grad * grad
             first = torch.lerp(first, grad, use.first_weight)
-            second = torch.lerp(second, square, use.second_weight)
+            second = mean_of_squares(second, grad, use.second_weight)
 
-            out = reusable(square, param, first, second, *use)
-            step = square_root(second, out)
+            step = square_root(second)
+            out = reusable(step, param, first, second, *use)
             step = torch.add(step, use.eps, out=out)
             step = torch.div(first, step, out=out)
             step = torch.mul(step, use.step_size, out=out)

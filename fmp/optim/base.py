@@ -194,17 +194,28 @@ def add_scaled(x: torch.Tensor, scale: Scalar, y: torch.Tensor, out: torch.Tenso
     return torch.add(x, y.to(x.dtype), alpha=scale, out=out)
 
 
-def square_root(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def mean_of_squares(moment: torch.Tensor, grad: torch.Tensor, weight: Scalar) -> torch.Tensor:
+    """Computes `(1 - weight) * moment + weight * grad**2`, in torch's order.
+
+    A square that overflows makes the moment inf for good, and the step zero. Interpolated, as `lerp` does it, the next
+    moment would be inf - inf, and the parameter NaN.
+    """
+    kept = moment * (1.0 - weight)
+    if isinstance(weight, torch.Tensor):
+        return torch.addcmul(kept, weight * grad, grad)
+    return torch.addcmul(kept, grad, grad, value=weight, out=reusable(kept, grad))
+
+
+def square_root(x: torch.Tensor) -> torch.Tensor:
     """Computes the square root, with the derivative 0 at 0, where it would be infinite.
 
     Without that, one gradient of exactly zero would make the gradient through an update NaN.
 
     Args:
         x: Numbers of at least zero.
-        out: Where to write, as `reusable` says; there, nothing is differentiated.
     """
-    if out is not None:
-        return torch.sqrt(x, out=out)
+    if reusable(x) is not None:  # nothing is differentiated
+        return torch.sqrt(x)
     is_zero = x == 0
     return torch.where(is_zero, 0.0, torch.sqrt(torch.where(is_zero, 1.0, x)))
 

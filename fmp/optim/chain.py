@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fmp import _compat
 from fmp.optim.base import GradientTransformation
 
 Tree = Any
@@ -32,6 +33,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     def init(params: Tree) -> tuple[Tree, ...]:
         return tuple(transformation.init(params) for transformation in transformations)
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: tuple[Tree, ...], params: Tree) -> tuple[Tree, tuple[Tree, ...]]:
         new_states = []
         for transformation, part in zip(transformations, state, strict=True):
@@ -78,6 +80,7 @@ def named_chain(*parts: tuple[str, GradientTransformation]) -> GradientTransform
     def init(params: Tree) -> dict[str, Tree]:
         return dict(zip(transformations, whole.init(params), strict=True))
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: dict[str, Tree], params: Tree) -> tuple[Tree, dict[str, Tree]]:
         # By name: a dictionary that was saved may come back in another order.
         updates, states = whole.update(grads, tuple(state[name] for name in transformations), params)

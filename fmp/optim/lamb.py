@@ -14,6 +14,7 @@ from fmp.optim.base import (
     bias_correction,
     in_dtype,
     is_off,
+    mean_of_squares,
     per_dtype,
     scheduled,
     square_root,
@@ -111,7 +112,7 @@ def lamb(
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             dtype = grad.dtype
             first = torch.lerp(first, grad, 1.0 - in_dtype(b1, dtype))
-            second = torch.lerp(second, grad * grad, 1.0 - in_dtype(b2, dtype))
+            second = mean_of_squares(second, grad, 1.0 - in_dtype(b2, dtype))
 
             age = age + 1
             count = age.to(dtype)

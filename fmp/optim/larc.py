@@ -90,13 +90,16 @@ def larc(
             dtype = grad.dtype
             param_norm, grad_norm = tree.global_norm(param), tree.global_norm(grad)
             adapts = (param_norm != 0) & (grad_norm != 0)
-            denominator = grad_norm + in_dtype(weight_decay, dtype) * param_norm + in_dtype(eps, dtype)
+            denominator = grad_norm + in_dtype(eps, dtype)
+            if not is_off(weight_decay):
+                denominator = denominator + in_dtype(weight_decay, dtype) * param_norm
             # A norm of 0 is never a divisor, not even in the branch that is not chosen, so derivatives stay finite.
             factor = in_dtype(trust_coefficient, dtype) * param_norm / torch.where(adapts, denominator, 1.0)
             if clip:
                 factor = _clipped(factor, in_dtype(rate, dtype))
             decayed = grad if is_off(weight_decay) else add_scaled(grad, weight_decay, param)
-            return (torch.where(adapts, factor * decayed, grad),)
+            adapted = torch.where(param_norm.isinf(), 0.0, factor * decayed)
+            return (torch.where(adapts, adapted, grad),)
 
         (updates,) = update_leaves(adapt, grads, params)
         return updates, LarcState(None if state.count is None else state.count + 1)

@@ -13,6 +13,7 @@ from fmp.optim.base import (
     add_scaled,
     in_dtype,
     is_off,
+    mean_of_squares,
     per_dtype,
     scheduled,
     square_root,
@@ -116,7 +117,7 @@ def rmsprop(
             if not is_off(weight_decay):
                 grad = add_scaled(grad, weight_decay, param)
             weight = 1.0 - in_dtype(decay, grad.dtype)
-            second = torch.lerp(second, grad * grad, weight)
+            second = mean_of_squares(second, grad, weight)
             spread = second
             if first is not None:
                 first = torch.lerp(first, grad, weight)

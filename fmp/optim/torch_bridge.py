@@ -89,6 +89,11 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
     learning_rate = kwargs.get("lr")
     if learning_rate is not None:
         checks.number_or_schedule("lr", learning_rate)
+        if not isinstance(learning_rate, float | int) and _keeps_rate(optimizer_class):
+            raise ValueError(
+                f"{optimizer_class.__name__} keeps its first learning rate in its state, so lr must be a number, got "
+                f"{learning_rate!r}"
+            )
     maker = _maker(optimizer_class, kwargs)
 
     def run(
@@ -155,6 +160,10 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
         return tree.unflatten(spec, updates), new_state
 
     return GradientTransformation(init, update)
+
+
+def _keeps_rate(optimizer_class: Any) -> bool:
+    return isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.ASGD | torch.optim.Rprop)
 
 
 def _as_tensor(slot: Any, leaf: Any) -> torch.Tensor | None:

@@ -173,6 +173,20 @@ def scale_upcasts_a_half_loss(case: Case) -> None:
                 _assert_values(found, loss.double() * factor, f"the scaled {tree.describe(loss)} of 1.5")
 
 
+def scaled_loss_leads_back_to_the_loss(case: Case) -> None:
+    """The derivative of the scaled loss with respect to the loss is the scale."""
+    for scaler in case.states:
+        for dtype in (torch.float32, torch.float64):
+            loss = torch.full((), 1.5, dtype=dtype, requires_grad=True)
+            with torch.enable_grad():
+                scaled = scaler.scale(loss)
+            if not scaled.requires_grad:
+                raise Broken(f"the scaled {tree.describe(loss)} is cut off from the loss, so nothing would be trained")
+            (found,) = torch.autograd.grad(scaled, loss)
+            expected = torch.full_like(loss.detach(), scale_of(scaler))
+            assert_close(found, expected, f"the derivative of the scaled {tree.describe(loss)}", absolute=0.0)
+
+
 def unscale_keeps_the_tree(case: Case) -> None:
     """Unscaled gradients have the structure and shapes of the scaled ones; None and integers pass through."""
 
@@ -260,6 +274,7 @@ LAWS = (
     backs_off_after_a_non_finite_step,
     unscale_undoes_scale,
     scale_upcasts_a_half_loss,
+    scaled_loss_leads_back_to_the_loss,
     unscale_keeps_the_tree,
     half_gradients_do_not_overflow_or_underflow,
     non_finite_gradients_stay_non_finite,

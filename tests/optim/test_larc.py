@@ -203,3 +203,10 @@ def test_bad_numbers_are_refused(argument, value):
 def test_other_types_are_refused(argument, value):
     with pytest.raises(TypeError, match=argument):
         optim.larc(**{"learning_rate": 0.1, argument: value})
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_parameter_whose_norm_overflows_has_no_gradient(clip):
+    tx, values = optim.larc(0.1, clip=clip), {"w": torch.full((2,), 1e20)}
+    updates, _ = tx.update({"w": torch.ones(2)}, tx.init(values), values)
+    assert not updates["w"].any()

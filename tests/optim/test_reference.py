@@ -185,3 +185,23 @@ def test_scheduled_training_is_that_of_torch(name):
     found = run(optim.adam(ours), start())
     expected = run_torch(over(torch.optim.Adam, lr=0.1), start(), scheduler=theirs)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "torch_class", "options"),
+    [
+        (optim.adam, torch.optim.Adam, {}),
+        (optim.adamw, torch.optim.AdamW, {}),
+        (optim.rmsprop, torch.optim.RMSprop, {}),
+    ],
+)
+def test_a_huge_gradient_is_survived_as_torch_survives_it(make, torch_class, options):
+    values, param = {"w": torch.ones(2)}, torch.ones(2, requires_grad=True)
+    tx, optimizer = make(0.1, weight_decay=0.0), torch_class([param], lr=0.1, weight_decay=0.0, **options)
+    state = tx.init(values)
+    for size in (1e20, 1.0, 1.0):
+        param.grad = torch.tensor([size, 1.0])
+        optimizer.step()
+        updates, state = tx.update({"w": param.grad}, state, values)
+        values = optim.apply_updates(values, updates)
+    torch.testing.assert_close(values["w"], param.detach(), rtol=1e-5, atol=1e-6)

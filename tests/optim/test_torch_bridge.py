@@ -229,6 +229,11 @@ def test_a_checkpoint_resumes_with_the_same_bits(cls, options, tmp_path):
         (lambda: from_torch(torch.optim.Adam([torch.ones(1)])), TypeError, "optimizer_class must be a class such as"),  # pyright: ignore[reportArgumentType]
         (lambda: from_torch(torch.optim.Adam, learning_rate=0.1), TypeError, r"no option \['learning_rate'\].*'lr'"),
         (lambda: from_torch(torch.optim.Adam, lr=-1.0), ValueError, "lr must be at least 0.0"),
+        (
+            lambda: from_torch(torch.optim.Rprop, lr=torch.tensor(0.1)),
+            ValueError,
+            "Rprop keeps its first learning rate",
+        ),
         (lambda: from_torch(torch.optim.Muon).init({"b": torch.ones(2)}), ValueError, "2D parameters"),
         (lambda: from_torch(SignMomentum, group_steps=True).init({"b": torch.ones(2)}), ValueError, "'steps'.*groups"),
     ],

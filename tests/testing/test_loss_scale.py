@@ -117,6 +117,12 @@ class ScalesInHalf(Good):
 
 
 @tree.dataclass
+class CutsOff(Good):
+    def scale(self, loss):
+        return super().scale(loss.detach())
+
+
+@tree.dataclass
 class UnscalesInHalf(Good):
     def unscale_leaf(self, grad):
         return (super().unscale_leaf(grad)).to(grad.dtype) if isinstance(grad, torch.Tensor) else grad
@@ -148,6 +154,7 @@ BROKEN = [
     ("compiled_equals_eager", LooksAtTheHost, "Unsupported"),
     ("compiled_equals_eager", Counts, "Detected recompile"),
     ("scale_upcasts_a_half_loss", ScalesInHalf, "the scaled f16[] of 1.5 is f16[], expected f32 or wider"),
+    ("scaled_loss_leads_back_to_the_loss", CutsOff, "is cut off from the loss, so nothing would be trained"),
     ("half_gradients_do_not_overflow_or_underflow", UnscalesInHalf, "is f16["),
     ("non_finite_gradients_stay_non_finite", HidesNan, "unscale made ["),
     ("unscale_keeps_the_tree", FillsHoles, "what unscale keeps is f32[], expected NoneType"),

@@ -208,3 +208,8 @@ def test_bad_arguments():
         check_optimizer(GOOD, params={"ids": torch.arange(2)})
     with pytest.raises(ValueError, match="examples must be a whole number of at least 1, got 0"):
         check_optimizer(GOOD, examples=0)
+
+
+def test_parameters_may_share_the_end_of_their_paths():
+    params = {"weight": torch.ones(2), "layer": {"weight": torch.ones(2)}, "count": torch.ones(3)}
+    check_optimizer(optim.adam(0.1), params=params, invariants=["leaves_without_gradient_are_left_alone"])

@@ -118,7 +118,8 @@ def global_norm(tree: Tree) -> torch.Tensor:
 
     Returns:
         f32[], or f64[] if any tensor is float64 or complex128; 0 for a tree without such tensors. Squares are summed
-        in that dtype, so entries beyond 1.8e19 overflow float32 to inf, as in `torch.nn.utils.clip_grad_norm_`.
+        in that dtype, so entries beyond 1.8e19 overflow float32 to inf, as in `torch.nn.utils.clip_grad_norm_`, and a
+        norm below 1e-18 has fewer digits.
 
     Example:
         >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0], dtype=torch.float16)})

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from fmp.policy import Policy
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2fnuz]
 dtypes = st.sampled_from([None, *FLOATS])
 tokens = st.sampled_from(["*", "?", "[0-9]", "[!a]", "[", ".", "/", "-", "_", "%", " ", "norm", "ü"])
-patterns = st.lists(tokens, min_size=1, max_size=5).map("".join).filter(lambda text: text == text.strip())
+patterns = (
+    st.lists(tokens, min_size=1, max_size=5)
+    .map("".join)
+    .filter(lambda text: text == text.strip() and not re.search(r"\[[^]]*.-\[", text))  # no reversed range, such as _-[
+)
 scales = st.none() | st.just("dynamic") | st.floats(2.0**-120, 2.0**120)
 policies = st.builds(
     Policy,

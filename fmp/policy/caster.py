@@ -24,9 +24,10 @@ from fmp import _compat, tree
 from fmp._composite import CastingMode
 from fmp.dtypes import is_castable, short_name
 from fmp.policy.cast_cache import CastCache
+from fmp.policy.fields import as_flag
 from fmp.policy.handlers import TABLES, Args, Handler, Kwargs, table_of, traced
 from fmp.policy.op_rules import OpRules
-from fmp.policy.policy import Policy, as_flag
+from fmp.policy.policy import Policy
 
 Tree = Any
 

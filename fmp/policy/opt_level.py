@@ -10,8 +10,9 @@ from torch import nn
 
 from fmp.dtypes import parse_dtype, short_name
 from fmp.module import Model, norm_names
+from fmp.policy.fields import as_dtype, as_flag, as_loss_scale, as_masters, as_op_rules
 from fmp.policy.op_rules import OpRules
-from fmp.policy.policy import Policy, as_dtype, as_flag, as_loss_scale, as_masters, as_op_rules
+from fmp.policy.policy import Policy
 
 # What normalisation layers are usually called; a module or model given as `keep_full` names its own exactly.
 NORM_PATTERNS = ("*norm*", "*.bn*", "*.ln*")

@@ -18,6 +18,12 @@ _VERSION: Any = torch.__version__
 _autocast_is_on: Any = cast(Any, torch._C)._is_any_autocast_enabled
 _functorch: Any = cast(Any, torch._C)._functorch
 
+# What torch.optim launches for `fused=True`; they write parameters and moments in place.
+fused_adam_: Any = cast(Any, torch)._fused_adam_
+fused_adamw_: Any = cast(Any, torch)._fused_adamw_
+fused_sgd_: Any = cast(Any, torch)._fused_sgd_
+foreach_add: Any = cast(Any, torch)._foreach_add
+
 # `register_pytree_node(..., namespace="")` is refused, yet only nodes of the global registry are seen by every
 # caller of optree, torch.compile's tracer included.
 _GLOBAL: Any = cast(Any, optree.registry).__GLOBAL_NAMESPACE

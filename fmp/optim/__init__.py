@@ -9,6 +9,7 @@ from fmp.optim.chain import chain as chain, named_chain as named_chain
 from fmp.optim.clip import (
     clip_by_global_norm as clip_by_global_norm,
     clip_by_value as clip_by_value,
+    clip_factor as clip_factor,
     clip_to_norm as clip_to_norm,
 )
 from fmp.optim.ema import EmaState as EmaState, ema as ema
@@ -46,6 +47,7 @@ __all__ = [
     "chain",
     "clip_by_global_norm",
     "clip_by_value",
+    "clip_factor",
     "clip_to_norm",
     "ema",
     "freeze",

@@ -25,8 +25,11 @@ class GradientTransformation(NamedTuple):
         update: `update(grads, state, params) -> (updates, state)`. Gradients are unscaled, `params` are the masters,
             and updates are meant to be *added*, by `apply_updates`. A leaf whose gradient is None has the update None
             and keeps its state.
-        fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype) -> (params, low, state)`, the same
-            meaning in one pass over memory, or None.
+        fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype, donate) -> (params, low, state)`,
+            the same meaning in one pass over memory, up to rounding; or None. Gradients are multiplied by `inv_scale`
+            and `clip` first; where `finite`, bool[], is false, parameters and state stay as they are; `low` is the
+            parameters in `cast_dtype`. Each of these may be None. Only with `donate=True` may the old parameters and
+            the old state be overwritten.
     """
 
     init: Callable[[Tree], Tree]
@@ -110,12 +113,19 @@ def update_leaves(
 
     grad_leaves, spec = tree.flatten(grads)
     columns = [spec.flatten_up_to(other) for other in (params, *states)]
-    _check_trainable(grads, grad_leaves, columns[0])
+    check_trainable(grads, grad_leaves, columns[0])
     results = [update_leaf(*row) for row in zip(grad_leaves, *columns, *given, strict=True)]
     return tuple(tree.unflatten(spec, [result[i] for result in results]) for i in range(1 + len(states)))
 
 
-def _check_trainable(grads: Tree, grad_leaves: list[Any], param_leaves: list[Any]) -> None:
+def check_trainable(grads: Tree, grad_leaves: list[Any], param_leaves: list[Any]) -> None:
+    """Raises a `TypeError` if a leaf that has a gradient is not a real floating-point tensor.
+
+    Args:
+        grads: The gradients, which give the leaf its path.
+        grad_leaves: Their leaves.
+        param_leaves: The leaves of the parameters.
+    """
     for index, (grad, param) in enumerate(zip(grad_leaves, param_leaves, strict=True)):
         if grad is not None and (not is_castable(param) or grad.dtype.is_complex):
             raise TypeError(

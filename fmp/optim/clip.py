@@ -60,10 +60,7 @@ def clip_to_norm(grads: Tree, norm: torch.Tensor, max_norm: Scalar) -> Tree:
     Returns:
         The gradients times `max_norm / max(norm, max_norm)`, in float32 or wider.
     """
-    within = norm <= max_norm
-    # A norm of 0 is never a divisor, not even in the branch that is not chosen, so derivatives stay finite.
-    ratio = max_norm / torch.where(within, 1.0, norm)
-    factor = torch.where(within, 1.0, ratio.nan_to_num(nan=0.0)).to(norm.dtype)
+    factor = clip_factor(norm, max_norm)
 
     def clip(grad: Any) -> Any:
         if not isinstance(grad, torch.Tensor) or not (grad.dtype.is_floating_point or grad.dtype.is_complex):
@@ -72,6 +69,22 @@ def clip_to_norm(grads: Tree, norm: torch.Tensor, max_norm: Scalar) -> Tree:
         return wide * factor.to(wide.dtype)
 
     return tree.map(clip, grads)
+
+
+def clip_factor(norm: torch.Tensor, max_norm: Scalar) -> torch.Tensor:
+    """Computes the factor by which gradients are scaled down: `max_norm / max(norm, max_norm)`.
+
+    Args:
+        norm: f32[] or f64[], their norm.
+        max_norm: The largest norm that passes unchanged, a number or a 0-dim tensor.
+
+    Returns:
+        A 0-dim tensor of the norm's dtype, within [0, 1]; 0 for a norm that is inf or NaN.
+    """
+    within = norm <= max_norm
+    # A norm of 0 is never a divisor, not even in the branch that is not chosen, so derivatives stay finite.
+    ratio = max_norm / torch.where(within, 1.0, norm)
+    return torch.where(within, 1.0, ratio.nan_to_num(nan=0.0)).to(norm.dtype)
 
 
 def clip_by_value(max_delta: Scalar) -> GradientTransformation:

@@ -3,33 +3,25 @@
 policy -> scale -> differentiate -> unscale -> finite? -> clip -> update masters -> cast out -> select -> adjust
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from fmp import master, random, tree
 from fmp.dtypes import full_precision
-from fmp.optim import GradientTransformation, apply_updates, clip_to_norm
+from fmp.optim.fused import shares_memory
 from fmp.scaling import LossScale
 from fmp.step.accumulation import accumulate
 from fmp.step.config import ONLY, StepConfig
 from fmp.step.loss import LossOutput, differentiate
 from fmp.step.state import Metrics, TrainState
+from fmp.step.update import Group, update
 
 Tree = Any
 
 # Keeps the seeds that masters are rounded by apart from those of the losses, which are numbered from 0: digits of pi.
 _ROUNDING = 0x4A4093822299F31D
-
-
-class _Group(NamedTuple):
-    """The part of the state that one optimizer changes."""
-
-    params: Tree
-    master: Tree
-    opt_state: Tree
-    ema: Tree
 
 
 def advance(
@@ -78,15 +70,24 @@ def advance(
     for index, (key, optimizer) in enumerate(config.optimizers.items()):
         noise = _rounding_seed(config, seed, count, index)
         checks = [finite[name] for name, keys in config.uses.items() if key in keys and config.skips[name]]
+        good = torch.stack(checks).all() if checks else None
         norms[key] = tree.global_norm(grads[key])
-        if checks:
-            good = torch.stack(checks).all()
-            updated = _update(config, optimizer, grads.pop(key), norms[key], groups[key], noise)
-            groups[key] = tree.select(good, updated, groups[key])
-            skipped[key] = ~good
-        else:
-            groups[key] = _update(config, optimizer, grads.pop(key), norms[key], groups.pop(key), noise)
-            skipped[key] = torch.zeros_like(count, dtype=torch.bool)
+        donate = (
+            take is not None
+            and optimizer.fused is not None
+            and _is_owned(groups, key, (outputs, buffers, batch, frozen))
+        )
+        groups[key] = update(
+            config,
+            optimizer,
+            grads.pop(key),
+            norms[key],
+            groups.pop(key),
+            noise=noise,
+            good=good,
+            donate=donate,
+        )
+        skipped[key] = torch.zeros_like(count, dtype=torch.bool) if good is None else ~good
 
     all_skipped = torch.stack(list(skipped.values())).all()
     next_state = TrainState(
@@ -142,37 +143,10 @@ def _gradients(
     return accumulate(gradient_of, batch, count=config.accumulate, weight_of=weight, buffers=buffers, seed=seed)
 
 
-def _update(
-    config: StepConfig,
-    optimizer: GradientTransformation,
-    grads: Tree,
-    norm: torch.Tensor,
-    group: _Group,
-    noise: torch.Tensor | None,
-) -> _Group:
-    """Clips, updates the masters, and casts them out."""
-    params, masters, opt_state, ema = group
-    del group
-    if config.clip_norm is not None:
-        grads = clip_to_norm(grads, norm, config.clip_norm)
-    full = master.merge(params, masters, form=config.master_form)
-    updates, opt_state = optimizer.update(grads, opt_state, full)
-    del grads
-    full = apply_updates(full, updates)
-    del updates
-    params, masters = master.split(full, params, masters, form=config.master_form, seed=noise)
-    ema = ema if config.ema is None else _averaged(ema, full, config.ema)
-    return _Group(params, masters, opt_state, ema)
-
-
 def _narrowed(grads: Tree, params: Tree) -> Tree:
     """Casts gradients as the optimizer will, so that what overflows then is seen now."""
     dtypes = {path: leaf.dtype for path, leaf in tree.items(params) if leaf is not None}
     return tree.map_with_path(lambda path, g: None if g is None else g.to(full_precision(dtypes[path])), grads)
-
-
-def _averaged(average: Tree, values: Tree, decay: float) -> Tree:
-    return tree.map(lambda a, v: None if a is None else a.lerp(v.to(a.dtype), 1.0 - decay), average, values)
 
 
 def _keep(good: torch.Tensor | None, new: Tree, old: Tree) -> Tree:
@@ -186,10 +160,17 @@ def _add(left: Tree, right: Tree) -> Tree:
     return tree.map(add, left, right)
 
 
-def _groups(config: StepConfig, state: TrainState) -> dict[str, _Group]:
+def _groups(config: StepConfig, state: TrainState) -> dict[str, Group]:
     params, masters, opt_states = (config.by_group(part) for part in (state.params, state.master, state.opt_state))
     averages = {} if config.ema is None else config.by_group(state.ema)
-    return {key: _Group(params[key], masters[key], opt_states[key], averages.get(key)) for key in config.optimizers}
+    return {key: Group(params[key], masters[key], opt_states[key], averages.get(key)) for key in config.optimizers}
+
+
+def _is_owned(groups: Mapping[str, Group], key: str, *others: Tree) -> bool:
+    """Says whether nothing that outlives the step lies in the memory of what one group's optimizer overwrites."""
+    rest = [group for other, group in groups.items() if other != key]
+    params, masters, opt_state, ema = groups[key]
+    return not shares_memory(tree.leaves((params, masters, opt_state)), rest, ema, others)
 
 
 def _seed_of(config: StepConfig, name: str, index: int, state: TrainState) -> torch.Tensor:

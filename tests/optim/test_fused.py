@@ -1,0 +1,244 @@
+"""The one-pass form: what `update` and `apply_updates` give, up to rounding, and nothing else touched."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from fmp import _compat, optim, tree
+from fmp.dtypes import is_castable
+from fmp.optim import schedules
+from fmp.testing import strategies
+from tests.bits import same_bits
+from tests.optim.battery import grads, params
+
+MAKE: dict[str, Any] = {
+    "sgd": lambda **fused: optim.sgd(0.1, **fused),
+    "sgd momentum": lambda **fused: optim.sgd(0.1, momentum=0.9, weight_decay=0.1, **fused),
+    "sgd nesterov": lambda **fused: optim.sgd(torch.tensor(0.1), momentum=0.9, nesterov=True, **fused),
+    "adam": lambda **fused: optim.adam(0.1, weight_decay=0.1, **fused),
+    "adamw": lambda **fused: optim.adamw(schedules.linear(0.2, 0.1, transition_steps=5), **fused),
+    "adamw mask": lambda **fused: optim.adamw(0.1, weight_decay=0.5, mask=["*.weight"], **fused),
+}
+every = pytest.mark.parametrize("name", MAKE)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def make(name) -> Any:
+    return MAKE[name](fused=True)
+
+
+def by_update(tx, g, state, p):
+    updates, state = tx.update(g, state, p)
+    return optim.apply_updates(p, updates), state
+
+
+def close(found, expected):
+    assert tree.structure(found) == tree.structure(expected)
+    pairs = zip(tree.leaves(found), tree.leaves(expected), strict=True)
+    for a, b in ((a, b) for a, b in pairs if b is not None):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@every
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_gives_what_update_gives(name, dtype, donate):
+    tx, values = MAKE[name](fused=True), params(dtype)
+    state, found_state, found = tx.init(values), tx.init(values), copy.deepcopy(values)
+    for index in range(4):
+        g = grads(values, None if index % 2 else torch.float32)
+        if index == 2:
+            g["layer"]["bias"] = None
+        values, state = by_update(tx, g, state, values)
+        found, low, found_state = tx.fused(g, found_state, found, donate=donate)
+        assert low is None
+        close((found, found_state), (values, state))
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "options"),
+    [
+        ("sgd", torch.optim.SGD, {}),
+        ("sgd momentum", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        ("adam", torch.optim.Adam, {"weight_decay": 0.1}),
+    ],
+)
+def test_it_is_what_torch_computes(name, cls, options):
+    values = {"w": torch.randn(40, 7), "b": torch.randn(5)}
+    leaves = [torch.nn.Parameter(leaf.clone()) for leaf in values.values()]
+    rival: Any = cls(leaves, lr=0.1, fused=True, **options)
+    tx = make(name)
+    state = tx.init(values)
+    for _ in range(4):
+        g = {key: torch.randn_like(leaf) for key, leaf in values.items()}
+        values, _, state = tx.fused(g, state, values)
+        for leaf, grad in zip(leaves, g.values(), strict=True):
+            leaf.grad = grad.clone()
+        rival.step()
+        assert all(torch.equal(leaf, new) for leaf, new in zip(leaves, values.values(), strict=True))
+
+
+@every
+def test_without_donation_nothing_is_changed_or_shared(name):
+    tx, values = MAKE[name](fused=True), params()
+    state, g = tx.init(values), grads(values)
+    before = copy.deepcopy((values, state, g))
+    found = tx.fused(g, state, values)
+    assert same_bits((values, state, g), before)
+    addresses = [leaf.data_ptr() for leaf in tree.leaves((found, g, state, values)) if is_castable(leaf)]
+    assert len(set(addresses)) == len(addresses)
+
+
+@every
+def test_with_donation_parameters_and_moments_are_overwritten(name):
+    tx, values = MAKE[name](fused=True), params()
+    state = tx.init(values)
+    found, _, found_state = tx.fused(grads(values), state, values, donate=True)
+    for old, new in zip(tree.leaves((values, state)), tree.leaves((found, found_state)), strict=True):
+        assert new is old or not is_castable(old)
+
+
+@every
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_changes_nothing(name, dtype, donate):
+    tx, values = MAKE[name](fused=True), params(dtype)
+    values, _, state = tx.fused(grads(values), tx.init(values), values)
+    before = copy.deepcopy((values, state))
+    bad = tree.map(lambda grad: None if grad is None else torch.full_like(grad, float("nan")), grads(values))
+    found, low, found_state = tx.fused(
+        bad, state, values, finite=torch.tensor(False), cast_dtype=torch.bfloat16, donate=donate
+    )
+    assert same_bits((found, found_state), before)
+    assert same_bits(low, tree.cast(before[0], torch.bfloat16))
+    good = grads(values)
+    taken = tx.fused(good, *before[::-1], finite=torch.tensor(True))
+    assert same_bits(taken, tx.fused(good, *before[::-1]))
+
+
+@every
+@pytest.mark.parametrize("donate", [False, True])
+def test_gradients_are_unscaled_and_clipped_first(name, donate):
+    tx, values = MAKE[name](fused=True), params()
+    state, g = tx.init(values), grads(values, torch.float16)
+    wide = tree.map(lambda grad: None if grad is None else grad.float() * 0.25 * 0.5, g)
+    expected, expected_state = by_update(tx, wide, state, values)
+    found, low, found_state = tx.fused(
+        g, state, values, inv_scale=torch.tensor(0.25), clip=torch.tensor(0.5), cast_dtype=torch.float16, donate=donate
+    )
+    close((found, found_state), (expected, expected_state))
+    assert same_bits(low, tree.cast(found, torch.float16))
+
+
+def test_layouts_may_differ():
+    tx = make("adam")
+    p = torch.randn(6, 4)
+    for given_p in (
+        p.t(),
+        p[:, ::2].t(),
+        p[:, :1].expand(6, 4).t(),
+        p.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    ):
+        state = tx.init(given_p)
+        g = torch.randn_like(given_p, memory_format=torch.contiguous_format)
+        expected = by_update(tx, g, state, given_p)
+        for donate in (False, True):
+            found, _, found_state = tx.fused(
+                g, copy.deepcopy(state), given_p.clone() if donate else given_p, donate=donate
+            )
+            close((found, found_state), expected)
+
+
+def test_memory_that_is_shared_is_not_overwritten():
+    tx = make("sgd momentum")
+    whole = torch.randn(8)
+    for values, g in (
+        ({"a": whole, "b": whole}, {"a": torch.ones(8), "b": torch.zeros(8)}),
+        ({"a": whole[:4], "b": whole[2:6]}, {"a": torch.ones(4), "b": torch.zeros(4)}),
+        ({"a": whole[:4]}, {"a": whole[4:]}),
+    ):
+        state = tx.init(values)
+        before = whole.clone()
+        expected = by_update(tx, g, state, values)
+        found, _, found_state = tx.fused(g, state, values, donate=True)
+        assert torch.equal(whole, before)
+        close((found, found_state), expected)
+
+
+@every
+@pytest.mark.parametrize("empty", [{}, (), (None,), {"w": torch.zeros(0, 3)}, {"ids": torch.arange(2)}], ids=str)
+def test_trees_with_nothing_in_them(name, empty):
+    tx = make(name if name != "adamw mask" else "adamw")
+    g = tree.map(lambda leaf: leaf if is_castable(leaf) else None, empty)
+    found, _, state = tx.fused(g, tx.init(empty), empty)
+    close(found, empty)
+    assert int(state.count) == 1
+
+
+@every
+def test_a_transform_a_compiler_and_autograd_get_update(name, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a kernel ran")
+
+    for kernel in ("fused_adam_", "fused_adamw_", "fused_sgd_"):
+        monkeypatch.setattr(_compat, kernel, refuse)
+    tx = make(name)
+    values = {"layer": {"weight": torch.randn(3, 2)}}
+    state, g = tx.init(values), grads(values)
+    expected, expected_state = by_update(tx, g, state, values)
+    with pytest.raises(AssertionError, match="a kernel ran"):
+        tx.fused(g, state, values)
+
+    batched = tree.map(lambda leaf: None if leaf is None else leaf.expand(2, *leaf.shape), (g, state, values))
+    found, _, found_state = torch.func.vmap(lambda *args: tx.fused(*args, cast_dtype=torch.float64))(*batched)
+    close(tree.map(lambda leaf: None if leaf is None else leaf[1], (found, found_state)), (expected, expected_state))
+
+    def total(p):
+        return tx.fused(g, state, p, finite=torch.tensor(True))[0]["layer"]["weight"].sum()
+
+    def expected_total(p):
+        return by_update(tx, g, state, p)[0]["layer"]["weight"].sum()
+
+    torch.testing.assert_close(torch.func.grad(total)(values), torch.func.grad(expected_total)(values))
+    required = {"layer": {"weight": values["layer"]["weight"].clone().requires_grad_()}}
+    (by_autograd,) = torch.autograd.grad(total(required), [required["layer"]["weight"]])
+    torch.testing.assert_close(by_autograd, torch.func.grad(total)(values)["layer"]["weight"])
+
+    compiled = torch.compile(tx.fused, backend="aot_eager", fullgraph=True)
+    close(compiled(g, state, values)[::2], (expected, expected_state))
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_tree(data):
+    values = data.draw(strategies.params((torch.float32, torch.float64, torch.bfloat16)))
+    g = data.draw(strategies.gradients(values, nonfinite=None))
+    name = data.draw(st.sampled_from([name for name in MAKE if name != "adamw mask"]))
+    tx = make(name)
+    state = tx.init(values)
+    expected = by_update(tx, g, state, values)
+    before = copy.deepcopy((values, state, g))
+    found, _, found_state = tx.fused(g, state, values)
+    assert same_bits((values, state, g), before)
+    assert tree.describe((found, found_state)) == tree.describe(expected)
+    skipped, _, kept = tx.fused(g, state, values, finite=torch.tensor(False), donate=True)
+    assert same_bits((skipped, kept), before[:2])
+
+
+def test_errors_name_what_a_kernel_does_not_take():
+    with pytest.raises(TypeError, match=r"fused=True takes b1 as a number, got f32\[\]; use fused=False"):
+        optim.adam(0.1, b1=torch.tensor(0.9), fused=True)
+    with pytest.raises(TypeError, match=r"fused=True takes momentum as a number, got f32\[\]"):
+        optim.sgd(0.1, momentum=torch.tensor(0.9), fused=True)
+    with pytest.raises(ValueError, match=r"fused=True has no dampening, got dampening=0\.5"):
+        optim.sgd(0.1, momentum=0.9, dampening=0.5, fused=True)
+    with pytest.raises(TypeError, match="finite must be a boolean tensor"):
+        make("sgd").fused({}, (), {}, finite=True)
+    values = {"ids": torch.arange(3)}
+    tx = make("sgd")
+    with pytest.raises(TypeError, match=r"ids: a leaf i64\[3\] has the gradient f32\[3\]"):
+        tx.fused({"ids": torch.ones(3)}, tx.init(values), values)

@@ -138,8 +138,8 @@ def train_step(
         scaler    = scaler.adjust(finite)
 
     A skipped step leaves every leaf bit-identical, step count, schedule and buffers included; only the loss scale, its
-    count and `skip_count` move. The step makes no host sync and never changes its inputs; a loss function must not
-    write into them either, except into its buffers, which are copies. `torch.func` can differentiate a step,
+    count and `skip_count` move. The step makes no host sync and never changes its inputs, unless the state is
+    donated; a loss function must not write into them either, except into its buffers, which are copies. `torch.func` can differentiate a step,
     `.backward()` cannot. Under `torch.func.vmap` each member has its own state and loss scale; `torch.compile` may go
     around that, but a step with `compile=True` cannot be mapped.
 
@@ -172,8 +172,9 @@ def train_step(
         skip_nonfinite: Whether to skip a step with non-finite gradients. By default every scaler skips except
             `NoOpLossScale`.
         uses: Which groups of parameters each loss changes.
-        donate: Free the old state during the step. It cannot be used afterwards; trying raises `DonatedStateError`. An
-            error in the loss function leaves it usable, unless the step is compiled.
+        donate: Free the old state during the step, or overwrite its tensors if the optimizer has a one-pass form. It
+            cannot be used afterwards; trying raises `DonatedStateError`. An error in the loss function leaves it
+            usable, unless the step is compiled.
         compile: Compile the whole step with `torch.compile(fullgraph=True)`.
 
     Returns:

@@ -91,21 +91,40 @@ def lm_rows(arguments: argparse.Namespace) -> list[Row]:
 
 def mlp_rows(arguments: argparse.Namespace) -> list[Row]:
     """The step of a small network in float32."""
-    contenders = [*forms_of_fmp(MLP), Contender("torch eager", MLP, "torch")]
+    mine = [*forms_of_fmp(MLP), Contender("fmp fused, donated", MLP, "fmp-fused")]
+    contenders = [*mine, Contender("torch eager", MLP, "torch")]
     times = race(contenders, threads=1, rounds=arguments.rounds, steps=10, report=tqdm.write)
-    mine = [contender.name for contender in forms_of_fmp(MLP)]
-    return [row for name in mine if (row := compare("MLP, 20 steps, f32", times, name, "torch eager", 1.0))]
+    return [
+        row
+        for name in [contender.name for contender in mine]
+        if (row := compare("MLP, 20 steps, f32", times, name, "torch eager", 1.0))
+    ]
 
 
 def optimizer_rows(arguments: argparse.Namespace) -> list[Row]:
     """Single updates of optimizers."""
+    pairs = [
+        ("fmp", "torch foreach"),
+        ("fmp", "torch fused"),
+        ("fmp fused", "torch fused on copies"),
+        ("fmp fused, donated", "torch fused"),
+    ]
+    forms = {
+        "fmp": "fmp",
+        "fmp fused": "fmp_fused",
+        "fmp fused, donated": "fmp_donated",
+        "torch fused": "fused",
+        "torch fused on copies": "copied",
+        "torch foreach": "foreach",
+    }
     rows = []
-    for algorithm, forms in {"adamw": ("fused", "foreach"), "sgd": ("fused", "foreach"), "lion": ("foreach",)}.items():
-        contenders = [Contender("fmp", OPTIMIZER, f"{algorithm}-fmp")]
-        contenders += [Contender(f"torch {form}", OPTIMIZER, f"{algorithm}-{form}") for form in forms]
+    for algorithm in ("adamw", "sgd", "lion"):
+        # Nobody has a kernel for lion.
+        measured = {name: form for name, form in forms.items() if algorithm != "lion" or form in ("fmp", "foreach")}
+        contenders = [Contender(name, OPTIMIZER, f"{algorithm}-{form}") for name, form in measured.items()]
         times = race(contenders, threads=1, rounds=arguments.rounds, steps=10, report=tqdm.write)
         what = f"{algorithm}, 100 tensors, 4 M parameters"
-        rows += [row for form in forms if (row := compare(what, times, "fmp", f"torch {form}", 1.0))]
+        rows += [row for pair in pairs if (row := compare(what, times, *pair, 1.0))]
     return rows
 
 

@@ -10,7 +10,7 @@ import fmp
 
 
 def setup(variant: str) -> Callable[[], None]:
-    """Prepares one variant: fmp, fmp-donated, fmp-compiled or torch."""
+    """Prepares one variant: fmp, fmp-donated, fmp-fused (and donated), fmp-compiled or torch."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     x, y = torch.randn(32, 128), torch.randn(32, 128)
@@ -27,7 +27,9 @@ def _fmp(module: nn.Module, x: torch.Tensor, y: torch.Tensor, form: str) -> Call
         x = torch.relu(torch.nn.functional.linear(x, params["2.weight"], params["2.bias"]))
         return (torch.nn.functional.linear(x, params["4.weight"], params["4.bias"]) - y).square().mean()
 
-    step = fmp.train_step(loss_fn, fmp.optim.adamw(1e-3), donate=form == "-donated", compile=form == "-compiled")
+    optimizer = fmp.optim.adamw(1e-3, fused=form == "-fused")
+    donate = form in ("-donated", "-fused")
+    step = fmp.train_step(loss_fn, optimizer, donate=donate, compile=form == "-compiled")
     state = step.init(params)
 
     def run() -> None:

@@ -60,18 +60,23 @@ def test_it_gives_what_update_gives(name, dtype, donate):
 
 
 @pytest.mark.parametrize(
-    ("name", "cls", "options"),
+    ("tx", "cls", "options"),
     [
-        ("sgd", torch.optim.SGD, {}),
-        ("sgd momentum", torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
-        ("adam", torch.optim.Adam, {"weight_decay": 0.1}),
+        (optim.sgd(0.1, fused=True), torch.optim.SGD, {}),
+        (
+            optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
+            torch.optim.SGD,
+            {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        ),
+        (optim.adam(0.1, weight_decay=0.1, fused=True), torch.optim.Adam, {"weight_decay": 0.1}),
+        (optim.adamw(0.1, fused=True), torch.optim.AdamW, {}),
     ],
+    ids=["sgd", "nesterov", "adam", "adamw"],
 )
-def test_it_is_what_torch_computes(name, cls, options):
+def test_it_is_what_torch_computes(tx: Any, cls, options):
     values = {"w": torch.randn(40, 7), "b": torch.randn(5)}
     leaves = [torch.nn.Parameter(leaf.clone()) for leaf in values.values()]
     rival: Any = cls(leaves, lr=0.1, fused=True, **options)
-    tx = make(name)
     state = tx.init(values)
     for _ in range(4):
         g = {key: torch.randn_like(leaf) for key, leaf in values.items()}

@@ -1,6 +1,9 @@
 """Facts about number formats: their names, how to parse them, and which format is wide enough to compute in."""
 
+from collections.abc import Mapping
+
 import torch
+from torch import nn
 
 _NAMES: dict[str, torch.dtype] = {
     "f64": torch.float64,
@@ -83,6 +86,22 @@ def is_castable(leaf: object) -> bool:
         (True, False, False, False)
     """
     return isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
+
+
+def casts_itself(leaf: object) -> bool:
+    """Says whether a leaf is an object that holds tensors and casts them by its method `to`, as batch classes do.
+
+    Modules are none, since they are changed in place.
+
+    Example:
+        >>> class Batch:
+        ...     def to(self, dtype): ...
+        >>> casts_itself(Batch()), casts_itself(torch.ones(2)), casts_itself(None)
+        (True, False, False)
+    """
+    if isinstance(leaf, torch.Tensor | nn.Module | Mapping | type):
+        return False
+    return callable(getattr(leaf, "to", None))
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:

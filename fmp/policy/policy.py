@@ -12,6 +12,7 @@ from fmp.patterns import matcher
 from fmp.policy.fields import as_dtype, as_loss_scale, as_masters, as_op_rules, as_patterns
 from fmp.policy.op_rules import OpRules
 from fmp.tree import Spec, cast, flatten, join, unflatten
+from fmp.tree.values import cast_leaf
 
 Tree = Any
 
@@ -230,7 +231,7 @@ class Policy:
 
 def _cast_leaf(leaf: Any, dtype: torch.dtype, full: bool) -> Any:
     if not is_castable(leaf):
-        return leaf
+        return cast_leaf(leaf, dtype)
     # A float64 policy must not leave the kept leaves as the narrowest ones.
     return leaf.to(torch.promote_types(full_precision(leaf.dtype), full_precision(dtype)) if full else dtype)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fmp import _compat, tree
+from fmp.dtypes import casts_itself
 from fmp.optim import GradientTransformation
 from fmp.policy import Policy
 from fmp.policy.caster import covered
@@ -46,7 +47,8 @@ class TrainStep:
 
         Args:
             state: The state, from `init` or from the step before.
-            batch: Any tree of tensors; the policy casts its floating-point leaves.
+            batch: Any tree of tensors; the policy casts its floating-point leaves. A batch of a class of your own is
+                cast by its method `to`, if it has one.
             frozen: Passed to the loss function if it takes it; not differentiated. Cast like the parameters, by name:
                 nest it (`{"generator": ...}`) where names of the policy's `keep_full` might hit it.
 
@@ -138,10 +140,10 @@ def train_step(
         scaler    = scaler.adjust(finite)
 
     A skipped step leaves every leaf bit-identical, step count, schedule and buffers included; only the loss scale, its
-    count and `skip_count` move. The step makes no host sync and never changes its inputs, unless the state is
-    donated; a loss function must not write into them either, except into its buffers, which are copies. `torch.func` can differentiate a step,
-    `.backward()` cannot. Under `torch.func.vmap` each member has its own state and loss scale; `torch.compile` may go
-    around that, but a step with `compile=True` cannot be mapped.
+    count and `skip_count` move. The step makes no host sync and never changes its inputs, unless the state is donated;
+    a loss function must not write into them either, except into its buffers, which are copies. `torch.func` can
+    differentiate a step, `.backward()` cannot. Under `torch.func.vmap` each member has its own state and loss scale;
+    `torch.compile` may go around that, but a step with `compile=True` cannot be mapped.
 
     Buffers are cast like parameters. What a model accumulates in them, such as BatchNorm statistics, stalls in 16 bits:
     name these buffers in the policy's `keep_full`, as `fmp.opt_level("O2", keep_full=module)` does.
@@ -314,10 +316,17 @@ def _check_call(config: StepConfig, state: Any, batch: Tree, frozen: Tree) -> No
         raise ValueError("the step got frozen=..., but no loss_fn takes the keyword argument `frozen`")
     for index, leaf in enumerate(tree.leaves(batch)):
         if not isinstance(leaf, torch.Tensor):
-            _check_batch_leaf(leaf, batch, index)
+            _check_batch_leaf(leaf, batch, index, config.accumulate)
 
 
-def _check_batch_leaf(leaf: Any, batch: Tree, index: int) -> None:
+def _check_batch_leaf(leaf: Any, batch: Tree, index: int, accumulate: int) -> None:
+    if casts_itself(leaf):
+        if accumulate == 1:
+            return
+        raise TypeError(
+            f"batch: {tree.paths(batch)[index] or 'it'} is a {type(leaf).__name__}, which cannot be split into "
+            f"accumulate={accumulate} microbatches; make its class a fmp.tree.dataclass"
+        )
     fields = leaf.values() if isinstance(leaf, Mapping) else vars(leaf).values() if is_dataclass(leaf) else ()
     if type(leaf).__module__ == "numpy":
         raise TypeError(

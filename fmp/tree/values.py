@@ -1,10 +1,11 @@
 """The numbers in a tree: casting them, choosing between two trees, checking and measuring them."""
 
+import copy
 from typing import Any
 
 import torch
 
-from fmp.dtypes import full_precision, is_castable
+from fmp.dtypes import casts_itself, full_precision, is_castable
 from fmp.tree.structure import describe, flatten, leaves, map, paths, unflatten
 
 Tree = Any
@@ -16,7 +17,8 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
     """Casts the floating-point tensors of a tree.
 
     Args:
-        tree: Any tree. Integer, boolean and complex tensors, None and Python numbers pass through untouched.
+        tree: Any tree. Integer, boolean and complex tensors, None and Python numbers pass through untouched. Of a leaf
+            of another class that has a method `to`, such as a batch, a shallow copy is cast by its `to(dtype)`.
         dtype: The floating-point dtype to cast to.
 
     Returns:
@@ -31,7 +33,15 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"cast needs a floating-point torch dtype, got {dtype!r}")
-    return map(lambda leaf: leaf.to(dtype) if is_castable(leaf) else leaf, tree)
+    return map(lambda leaf: cast_leaf(leaf, dtype), tree)
+
+
+def cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
+    """Casts one leaf, as `cast` does."""
+    if is_castable(leaf):
+        return leaf.to(dtype)
+    # Some classes write what they cast into themselves, and return that.
+    return copy.copy(leaf).to(dtype) if casts_itself(leaf) else leaf
 
 
 def check_flag(name: str, value: Any) -> None:

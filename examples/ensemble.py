@@ -122,14 +122,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/ensemble"), help="folder for the picture")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
+    if not 1 <= args.steps < 2**31:
+        parser.error("--steps must be at least 1 and below 2**31")
+    if not 0 <= args.seed < 2**32:
+        parser.error("--seed must be at least 0 and below 2**32")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     return args
 
 
 def main() -> None:
     args = parse_arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
     step = fmp.train_step(
         loss_fn,
         fmp.optim.adam(1e-2),

@@ -119,6 +119,8 @@ def train(args: argparse.Namespace, inner: fmp.optim.GradientTransformation, inn
     state = step.init(make_params(args.seed))
     for index in tqdm(range(args.steps), desc=name, mininterval=0.5):
         state, _ = step(state, make_tasks(args.seed, index))
+    if not fmp.all_finite(state.params):
+        raise SystemExit(f"{name}: the training diverged; take a smaller --inner-rate or --learning-rate")
     return state.params
 
 
@@ -155,14 +157,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/maml"), help="folder for the picture")
     args = parser.parse_args()
-    if args.steps < 1 or args.inner_steps < 1:
-        parser.error("--steps and --inner-steps must be at least 1")
+    for name in ("steps", "inner_steps"):
+        if not 1 <= getattr(args, name) < 2**31:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1 and below 2**31")
+    for name in ("inner_rate", "learning_rate"):
+        if not 0 < getattr(args, name) <= 1e6:
+            parser.error(f"--{name.replace('_', '-')} must be above 0 and at most 1e6")
+    if not 0 <= args.seed < 2**32:
+        parser.error("--seed must be at least 0 and below 2**32")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     return args
 
 
 def main() -> None:
     args = parse_arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
     inner = fmp.optim.sgd(args.inner_rate)
     start = train(args, inner, args.inner_steps, "MAML")
     rival = train(args, inner, 0, "pre-trained")
@@ -186,6 +197,8 @@ def main() -> None:
     for inner_steps in (1, 5):
         transformed = fmp.value_and_grad(partial(meta_loss, inner=inner, inner_steps=inner_steps))
         _, ours = transformed(start, batch)
+        if not fmp.all_finite(ours):
+            raise SystemExit(f"the inner loop diverges within {inner_steps} steps; take a smaller --inner-rate")
         by_hand = meta_gradient_by_hand(start, batch, learning_rate=args.inner_rate, inner_steps=inner_steps)
         differences.append(difference(ours, by_hand))
         print(f"checked     meta-gradient through {inner_steps} inner steps: differs by {differences[-1]:.2g}")

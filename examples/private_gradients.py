@@ -170,12 +170,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-norm", type=float, default=1.0, help="what each sample's gradient is clipped to")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
-    if not 0 < args.max_norm < math.inf:
-        parser.error("--max-norm must be above 0 and finite")
-    if not 0 < args.learning_rate < math.inf:
-        parser.error("--learning-rate must be above 0 and finite")
+    if not 1 <= args.steps < 2**31:
+        parser.error("--steps must be at least 1 and below 2**31")
+    for name in ("learning_rate", "max_norm"):
+        if not 0 < getattr(args, name) <= 1e6:
+            parser.error(f"--{name.replace('_', '-')} must be above 0 and at most 1e6")
+    if not 0 <= args.seed < 2**32:
+        parser.error("--seed must be at least 0 and below 2**32")
     return args
 
 
@@ -185,6 +186,8 @@ def main() -> None:
     test_x, test_y = make_data(fmp.random.fold_in(args.seed, -2))
 
     params = train(args, x, y, args.steps)
+    if not fmp.all_finite(params):
+        raise SystemExit("the training diverged; take a smaller --learning-rate or --max-norm")
     losses = vmap(mixed_loss, in_dims=(0, None, None))(params, x, y)
     right = vmap(mixed_logits, in_dims=(0, None))(params, test_x).argmax(-1) == test_y
     print(f"noise  epsilon (delta {DELTA:g})  training loss  test accuracy")

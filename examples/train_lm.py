@@ -13,6 +13,7 @@ picture of loss and loss scale, and a sample of what the model writes.
 
 import argparse
 import importlib
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -201,15 +202,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile the whole step, once, in about a minute")
     args = parser.parse_args()
     for name in ("steps", "batch", "accumulate", "warm_up", "context", "width", "heads", "layers", "save_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+        if not 1 <= getattr(args, name) < 2**31:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1 and below 2**31")
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
     if args.resume is not None and not (args.resume / "state.fmp").is_file():
         parser.error(f"--resume: there is no {args.resume / 'state.fmp'}")
-    if args.learning_rate <= 0:
-        parser.error("--learning-rate must be above 0")
+    if args.batch % args.accumulate:
+        parser.error(f"--batch {args.batch} must be a multiple of --accumulate {args.accumulate}")
+    if not 0 < args.learning_rate <= 1e6:
+        parser.error("--learning-rate must be above 0 and at most 1e6")
+    if not 0 <= args.seed < 2**32:
+        parser.error("--seed must be at least 0 and below 2**32")
+    if args.text is not None and not args.text.is_file():
+        parser.error(f"--text: there is no {args.text}")
+    try:
+        make_policy(args)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     args.out = args.out or args.resume or Path("out/train_lm")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     return args
 
 
@@ -230,7 +245,6 @@ def main() -> None:
     state = step.init(model.params, buffers=model.buffers, seed=args.seed)
     if args.resume is not None:
         state = fmp.checkpoint.load(state, args.resume / "state.fmp")
-    args.out.mkdir(parents=True, exist_ok=True)
 
     print(f"policy      {policy}")
     print(f"parameters  {sum(leaf.numel() for leaf in model.params.values()):,}")
@@ -252,7 +266,10 @@ def main() -> None:
     hint = "; the loss scale is far too high" if skipped > 0.5 * args.steps else ""
     print(f"trained     {args.steps - first} steps in {seconds:.0f} s, {skipped} skipped{hint}")
     apply = fmp.autocast(model.apply, policy)
-    print(f"validation  {validation_loss(apply, state, held_out, args):.4f} nats per byte")
+    loss = validation_loss(apply, state, held_out, args)
+    print(f"validation  {loss:.4f} nats per byte")
+    if not math.isfinite(loss):
+        raise SystemExit("the training diverged; take a smaller --learning-rate")
     if history["step"]:
         draw(history, str(policy), args.out / "training.png")
         print(f"picture     {args.out / 'training.png'}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+TINY = ["--opt-level=O0", "--width=16", "--heads=2", "--layers=1", "--context=16"]
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
@@ -77,10 +78,63 @@ def test_the_meta_gradient_equals_a_loop_and_adapting_helps(tmp_path):
     assert (tmp_path / "pictures" / "sinusoid.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["ensemble", "private_gradients", "maml"])
-def test_a_run_of_no_steps_is_refused(name, monkeypatch, capsys):
+COUNT, RATE = "must be at least 1 and below 2**31", "must be above 0 and at most 1e6"
+SEED, FOLDER = "--seed must be at least 0 and below 2**32", "--out: "
+COUNTS = {
+    "ensemble": ["steps"],
+    "private_gradients": ["steps"],
+    "maml": ["steps", "inner-steps"],
+    "train_lm": ["steps", "batch", "accumulate", "warm-up", "context", "width", "heads", "layers", "save-every"],
+}
+RATES = {"private_gradients": ["learning-rate", "max-norm"], "maml": ["inner-rate", "learning-rate"]}
+RATES["train_lm"] = ["learning-rate"]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values", "message"),
+    [
+        *[(name, option, ["0", "-3", str(2**31)], COUNT) for name, options in COUNTS.items() for option in options],
+        *[
+            (name, option, ["nan", "inf", "0", "-0.1", "1e39"], RATE)
+            for name, options in RATES.items()
+            for option in options
+        ],
+        *[(name, "seed", ["-1", str(2**32), "9" * 30], SEED) for name in COUNTS],
+        *[
+            (name, "out", [str(ROOT / "README.md"), str(ROOT / "README.md" / "x")], FOLDER)
+            for name in COUNTS
+            if name[0] != "p"
+        ],
+        ("train_lm", "opt-level", ["O7"], "opt level 'O7' is not known"),
+        ("train_lm", "half", ["fp8"], "'fp8' is not the name of a dtype"),
+        ("train_lm", "loss-scale", ["nan", "x"], "loss_scale"),
+        ("train_lm", "keep-norm-fp32", ["maybe"], "keep_norm_fp32 must be"),
+        ("train_lm", "master-weights", ["x"], "master_weights must be"),
+        ("train_lm", "text", ["/no/such/file"], "--text: there is no /no/such/file"),
+        ("train_lm", "accumulate", ["3"], "--batch 16 must be a multiple of --accumulate 3"),
+    ],
+)
+def test_bad_options_are_refused_by_name(name, option, values, message, monkeypatch, capsys):
     script = str(ROOT / "examples" / f"{name}.py")
-    monkeypatch.setattr(sys, "argv", [script, "--steps", "0"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(script)["parse_arguments"]()
-    assert "must be at least 1" in capsys.readouterr().err
+    parse = runpy.run_path(script)["parse_arguments"]
+    for value in values:
+        monkeypatch.setattr(sys, "argv", [script, f"--{option}={value}"])
+        with pytest.raises(SystemExit) as stop:
+            parse()
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("maml", ["--inner-rate=100"], "the inner loop diverges within 5 steps; take a smaller --inner-rate"),
+        ("maml", ["--learning-rate=10"], "MAML: the training diverged; take a smaller"),
+        ("train_lm", ["--learning-rate=1e6", *TINY], "the training diverged; take a smaller --learning-rate"),
+    ],
+)
+def test_a_training_that_diverges_says_so(name, arguments, message, tmp_path, monkeypatch):
+    script = str(ROOT / "examples" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, "--steps=20", f"--out={tmp_path}", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        runpy.run_path(script)["main"]()

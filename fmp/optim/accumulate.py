@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.dtypes import is_castable
 from fmp.optim import checks
 from fmp.optim.base import GradientTransformation, update_leaves, zero_count, zeros
@@ -69,9 +69,11 @@ def accumulate(transformation: GradientTransformation, every: int) -> GradientTr
         raise TypeError(f"transformation is {transformation!r}, not a GradientTransformation")
     checks.steps("every", every, low=1)
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> AccumulateState:
         return AccumulateState(zero_count(params), accumulated=zeros(params), inner=transformation.init(params))
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: AccumulateState, params: Tree) -> tuple[Tree, AccumulateState]:
         count = state.count + 1
         is_last = count >= every

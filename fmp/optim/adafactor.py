@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks
 from fmp.optim.base import (
@@ -20,6 +20,7 @@ from fmp.optim.base import (
     update_leaves,
     zero_count,
 )
+from fmp.optim.means import blend
 
 Tree = Any
 
@@ -104,6 +105,7 @@ def adafactor(
     checks.number("clipping_threshold", clipping_threshold, low=1.0)
     checks.number("weight_decay", weight_decay)
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> AdafactorState:
         return AdafactorState(
             count=zero_count(params),
@@ -117,6 +119,7 @@ def adafactor(
             ),
         )
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: AdafactorState, params: Tree) -> tuple[Tree, AdafactorState]:
         rate = scheduled(learning_rate, state.count)
 
@@ -136,15 +139,17 @@ def adafactor(
 
             square = grad * grad
             if row is not None and column is not None:
-                row = torch.lerp(row, _mean(square, dim=-1), weight)
-                column = torch.lerp(column, _mean(square, dim=-2), weight)
+                row = blend(weight, _mean(square, dim=-1), row)
+                column = blend(weight, _mean(square, dim=-2), column)
                 out = reusable(square, grad, param, row, column, eps)
                 # Divided first, the product stays within the range of its dtype.
-                share = row / row.mean(dim=-2, keepdim=True).clamp(min=_positive(eps, dtype))
+                average = row.mean(dim=-2, keepdim=True).clamp(min=_positive(eps, dtype))
+                # A square that overflowed makes the step zero, or close to it; inf / inf would be NaN.
+                share = torch.where(average.isinf(), torch.finfo(dtype).max, row / average)
                 variance = torch.mul(share, column, out=out)
             else:
                 assert full is not None
-                full = torch.lerp(full, square, weight)
+                full = blend(weight, square, full)
                 out = reusable(square, grad, param, full, eps)
                 variance = full
 

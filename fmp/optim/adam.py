@@ -160,17 +160,21 @@ def _adam(
     checks.number("b2", b2, below=1.0)
     checks.number("eps", eps)
     checks.number("weight_decay", weight_decay)
+    checks.flag("fused", fused)
     coupled_decay = 0.0 if decoupled else weight_decay
     decoupled_decay = weight_decay if decoupled else 0.0
     select = selector(True if mask is None else mask, "mask")
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> AdamState:
         select(params)
         moments = zeros(params)
         ages = tree.map(lambda moment: None if moment is None else zero_count(moment), moments)
         return AdamState(count=zero_count(params), ages=ages, first_moment=moments, second_moment=zeros(params))
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        checks.params_given(grads, params)
         rate = scheduled(learning_rate, state.count)
         coefficients = _coefficients_of(
             tree.leaves(params), tree.leaves(state.ages), rate, b1, b2, eps, decoupled_decay

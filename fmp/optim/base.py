@@ -103,7 +103,8 @@ def update_leaves(
         The tree of updates, then the new trees of state.
 
     Raises:
-        TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex.
+        TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex; or if there
+            are gradients and no parameters.
     """
 
     def update_leaf(grad: Any, param: Any, *rest: Any) -> tuple[Any, ...]:
@@ -111,6 +112,7 @@ def update_leaves(
             return (None, *rest[: len(states)])
         return fn(grad.to(full_precision(param.dtype)), param, *rest)
 
+    checks.params_given(grads, params)
     grad_leaves, spec = tree.flatten(grads)
     columns = [spec.flatten_up_to(other) for other in (params, *states)]
     check_trainable(grads, grad_leaves, columns[0])
@@ -193,7 +195,11 @@ def bias_correction(decay: Scalar, count: torch.Tensor) -> torch.Tensor:
         '0.00100000'
     """
     if isinstance(decay, torch.Tensor):
-        return -torch.expm1(count * torch.log(decay.to(count.dtype)))
+        decay = decay.to(count.dtype)
+        is_zero = decay == 0
+        # The logarithm of 0 is never taken, not even in the branch that is not chosen, so derivatives stay finite.
+        power = torch.expm1(count * torch.log(torch.where(is_zero, 1.0, decay)))
+        return torch.where(is_zero, 1.0 - decay**count, -power)
     return -torch.expm1(count * (math.log(decay) if decay else -math.inf))
 
 

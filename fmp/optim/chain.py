@@ -30,6 +30,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     for index, transformation in enumerate(transformations):
         _check_part(index, transformation)
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> tuple[Tree, ...]:
         return tuple(transformation.init(params) for transformation in transformations)
 
@@ -77,6 +78,7 @@ def named_chain(*parts: tuple[str, GradientTransformation]) -> GradientTransform
         transformations[name] = transformation
     whole = chain(*transformations.values())
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> dict[str, Tree]:
         return dict(zip(transformations, whole.init(params), strict=True))
 

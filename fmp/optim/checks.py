@@ -1,6 +1,7 @@
-"""Checks of hyper-parameters when an optimizer is made: Python numbers are checked, tensors and schedules trusted."""
+"""Checks of arguments, most when an optimizer is made: Python numbers are checked, tensors and schedules trusted."""
 
 import math
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -67,3 +68,48 @@ def steps(name: str, value: Any, *, low: int) -> None:
     if not low <= value <= _LARGEST_INT:
         bound = f"at least {low}" if value < low else f"at most {_LARGEST_INT}"
         raise ValueError(f"{name} must be {bound}, got {value}")
+
+
+def flag(name: str, value: Any) -> None:
+    """Raises a `TypeError` if an argument is anything but True or False; `"no"` would count as true.
+
+    Example:
+        >>> flag("nesterov", "no")
+        Traceback (most recent call last):
+        TypeError: nesterov must be True or False, got 'no' of type str
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+
+
+def items(name: str, value: Any) -> tuple[Any, ...]:
+    """Returns the items of an argument that may be anything with an order, a generator included.
+
+    Args:
+        name: Its name, for the message.
+        value: The argument.
+
+    Raises:
+        TypeError: If it has no items, or they have no order.
+
+    Example:
+        >>> items("values", (2 * x for x in range(3)))
+        (0, 2, 4)
+    """
+    if not isinstance(value, Iterable) or isinstance(value, str | Mapping | Set):
+        raise TypeError(f"{name} must be a list or a tuple, got {value!r} of type {type(value).__name__}")
+    return tuple(value)
+
+
+def params_given(grads: Any, params: Any) -> None:
+    """Raises a `TypeError` if there are gradients without the parameters that they belong to.
+
+    Args:
+        grads: The gradients.
+        params: What came as the third argument of `update`.
+    """
+    if params is None and any(leaf is not None for leaf in tree.leaves(grads)):
+        raise TypeError(
+            "update needs the parameters, but params is None; call update(grads, state, params) with the tree that "
+            "init had"
+        )

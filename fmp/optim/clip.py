@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks
 from fmp.optim.base import GradientTransformation, Scalar, in_dtype
@@ -40,9 +40,11 @@ def clip_by_global_norm(max_norm: Scalar) -> GradientTransformation:
     """
     _check_bound("max_norm", max_norm)
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> tuple[()]:
         return ()
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
         return clip_to_norm(grads, tree.global_norm(grads), max_norm), state
 
@@ -59,6 +61,10 @@ def clip_to_norm(grads: Tree, norm: torch.Tensor, max_norm: Scalar) -> Tree:
 
     Returns:
         The gradients times `max_norm / max(norm, max_norm)`, in float32 or wider.
+
+    Raises:
+        TypeError: If `norm` is not a tensor.
+        ValueError: If `norm` has dimensions, or `max_norm` is negative or NaN.
     """
     factor = clip_factor(norm, max_norm)
 
@@ -80,7 +86,15 @@ def clip_factor(norm: torch.Tensor, max_norm: Scalar) -> torch.Tensor:
 
     Returns:
         A 0-dim tensor of the norm's dtype, within [0, 1]; 0 for a norm that is inf or NaN.
+
+    Raises:
+        TypeError: If `norm` is not a tensor.
+        ValueError: If `norm` has dimensions, or `max_norm` is negative or NaN.
     """
+    if not isinstance(norm, torch.Tensor):
+        raise TypeError(f"norm must be a 0-dim tensor, as fmp.global_norm returns it, got {norm!r}")
+    checks.number("norm", norm)
+    _check_bound("max_norm", max_norm)
     within = norm <= max_norm
     # A norm of 0 is never a divisor, not even in the branch that is not chosen, so derivatives stay finite.
     ratio = max_norm / torch.where(within, 1.0, norm)
@@ -111,9 +125,11 @@ def clip_by_value(max_delta: Scalar) -> GradientTransformation:
     """
     _check_bound("max_delta", max_delta)
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> tuple[()]:
         return ()
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
         return tree.map_with_path(clip, grads), state
 

@@ -4,17 +4,17 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.optim import checks
 from fmp.optim.base import (
     GradientTransformation,
     Scalar,
     bias_correction,
-    in_dtype,
     update_leaves,
     zero_count,
     zeros,
 )
+from fmp.optim.means import blend
 
 Tree = Any
 
@@ -49,6 +49,7 @@ def ema(decay: Scalar, debias: bool = True) -> GradientTransformation:
         The transformation; its state is an `EmaState`. Averages have dtype float32 or wider.
 
     Raises:
+        TypeError: If `decay` is neither a number nor a tensor, or `debias` not a bool.
         ValueError: If `decay` is outside [0, 1).
 
     Example:
@@ -59,25 +60,25 @@ def ema(decay: Scalar, debias: bool = True) -> GradientTransformation:
         ({'w': tensor([1., 2.])}, {'w': tensor([0.2500, 0.5000])})
     """
     checks.number("decay", decay, below=1.0)
+    checks.flag("debias", debias)
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> EmaState:
         average = zeros(params)
         ages = tree.map(lambda mean: None if mean is None else zero_count(mean), average) if debias else None
         return EmaState(average, ages)
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:
-        def averaged(grad: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-            return torch.lerp(mean, grad, 1.0 - in_dtype(decay, grad.dtype))
-
         def plain(grad: torch.Tensor, param: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            mean = averaged(grad, mean)
+            mean = blend(decay, mean, grad)
             # A copy: what becomes of the update must not reach the state.
             return mean.clone(), mean
 
         def debiased(
             grad: torch.Tensor, param: torch.Tensor, mean: torch.Tensor, age: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            mean, age = averaged(grad, mean), age + 1
+            mean, age = blend(decay, mean, grad), age + 1
             return mean / bias_correction(decay, age.to(mean.dtype)), mean, age
 
         if not debias:

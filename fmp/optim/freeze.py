@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.optim.base import GradientTransformation
 from fmp.optim.masks import Mask, selector
 
@@ -36,10 +36,12 @@ def freeze(mask: Mask) -> GradientTransformation:
     """
     select = selector(mask, "mask")
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> tuple[()]:
         select(params)
         return ()
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
         leaves, spec = tree.flatten(grads)
         kept = [None if frozen else leaf for frozen, leaf in zip(select(grads), leaves, strict=True)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.optim.base import GradientTransformation, scheduled, zero_count
 
 Tree = Any
@@ -44,6 +44,8 @@ def inject_hyperparams(
         `InjectHyperparamsState`.
 
     Raises:
+        TypeError: If `factory` is not a function, or `static` holds something other than names. When the returned
+            function is called: if the factory does not return a `GradientTransformation`.
         ValueError: As the factory does (when the returned function is called).
 
     Example:
@@ -55,22 +57,30 @@ def inject_hyperparams(
         >>> tx.update(params, state, params)[0]
         {'w': tensor([-0.2500])}
     """
-    static = frozenset([static] if isinstance(static, str) else static)
+    if isinstance(factory, GradientTransformation) or not callable(factory):
+        raise TypeError(f"factory must be a function that makes an optimizer, such as fmp.optim.adam, got {factory!r}")
+    names = frozenset([static] if isinstance(static, str) else static)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"static must be names of arguments, got {static!r}")
 
     def make(**kwargs: Any) -> GradientTransformation:
-        dynamic = {name: value for name, value in kwargs.items() if name not in static and _is_hyperparam(value)}
+        dynamic = {name: value for name, value in kwargs.items() if name not in names and _is_hyperparam(value)}
         fixed = {name: value for name, value in kwargs.items() if name not in dynamic}
         schedules = {name: value for name, value in dynamic.items() if callable(value)}
         constants = {name: value for name, value in dynamic.items() if name not in schedules}
         # Made once with the plain numbers, so that the factory can refuse them now.
-        factory(**fixed, **constants, **_asked(schedules, zero_count(None)))
+        made = factory(**fixed, **constants, **_asked(schedules, zero_count(None)))
+        if not isinstance(made, GradientTransformation):
+            raise TypeError(f"factory must return a GradientTransformation, got {made!r}")
 
+        @_compat.compiled_on_its_own
         def init(params: Tree) -> InjectHyperparamsState:
             count = zero_count(params)
             hyperparams = {name: _scalar(value, count.device) for name, value in constants.items()}
             hyperparams |= _asked(schedules, count)
             return InjectHyperparamsState(count, hyperparams, factory(**fixed, **hyperparams).init(params))
 
+        @_compat.compiled_on_its_own
         def update(grads: Tree, state: InjectHyperparamsState, params: Tree) -> tuple[Tree, InjectHyperparamsState]:
             hyperparams = {**state.hyperparams, **_asked(schedules, state.count)}
             updates, inner = factory(**fixed, **hyperparams).update(grads, state.inner, params)

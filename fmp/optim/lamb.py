@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.optim import checks
 from fmp.optim.base import (
     GradientTransformation,
@@ -23,6 +23,7 @@ from fmp.optim.base import (
     zeros,
 )
 from fmp.optim.masks import Mask, selector
+from fmp.optim.means import blend
 
 Tree = Any
 
@@ -92,13 +93,16 @@ def lamb(
     checks.number("weight_decay", weight_decay)
     select = selector(True if mask is None else mask, "mask")
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> LambState:
         select(params)
         moments = zeros(params)
         ages = tree.map(lambda moment: None if moment is None else zero_count(moment), moments)
         return LambState(count=zero_count(params), ages=ages, first_moment=moments, second_moment=zeros(params))
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
+        checks.params_given(grads, params)
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
 
@@ -111,7 +115,7 @@ def lamb(
             decays: bool,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             dtype = grad.dtype
-            first = torch.lerp(first, grad, 1.0 - in_dtype(b1, dtype))
+            first = blend(b1, first, grad)
             second = mean_of_squares(second, grad, 1.0 - in_dtype(b2, dtype))
 
             age = age + 1

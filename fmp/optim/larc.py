@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.optim import checks
 from fmp.optim.base import (
     GradientTransformation,
@@ -75,14 +75,15 @@ def larc(
     """
     checks.number_or_schedule("learning_rate", learning_rate)
     checks.number("trust_coefficient", trust_coefficient)
-    if not isinstance(clip, bool):
-        raise TypeError(f"clip must be True or False, got {clip!r} of type {type(clip).__name__}")
+    checks.flag("clip", clip)
     checks.number("eps", eps)
     checks.number("weight_decay", weight_decay)
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> LarcState:
         return LarcState(count=zero_count(params) if callable(learning_rate) else None)
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: LarcState, params: Tree) -> tuple[Tree, LarcState]:
         rate = scheduled(learning_rate, state.count)
 

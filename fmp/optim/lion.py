@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.optim import checks
 from fmp.optim.base import (
     GradientTransformation,
@@ -20,6 +20,7 @@ from fmp.optim.base import (
     zeros,
 )
 from fmp.optim.masks import Mask, selector
+from fmp.optim.means import blend
 
 Tree = Any
 
@@ -79,28 +80,26 @@ def lion(
     checks.number("weight_decay", weight_decay)
     select = selector(True if mask is None else mask, "mask")
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> LionState:
         select(params)
         return LionState(count=zero_count(params), momentum=zeros(params))
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: LionState, params: Tree) -> tuple[Tree, LionState]:
+        checks.params_given(grads, params)
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
 
         def update_leaf(
             grad: torch.Tensor, param: torch.Tensor, momentum: torch.Tensor, decays: bool
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            direction = _mean(momentum, grad, b1).sign()
+            direction = blend(b1, momentum, grad).sign()
             if decays and not is_off(weight_decay):
                 direction = add_scaled(direction, weight_decay, param)
-            return direction * -rates[grad.dtype], _mean(momentum, grad, b2)
+            return direction * -rates[grad.dtype], blend(b2, momentum, grad)
 
         updates, momentum = update_leaves(update_leaf, grads, params, state.momentum, given=(select(params),))
         return updates, LionState(state.count + 1, momentum)
 
     return GradientTransformation(init, update)
-
-
-def _mean(old: torch.Tensor, new: torch.Tensor, decay: Scalar) -> torch.Tensor:
-    # Not torch.lerp, which takes the difference: that of two large finite numbers may overflow.
-    return add_scaled(new * (1.0 - in_dtype(decay, new.dtype)), decay, old)

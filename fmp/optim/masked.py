@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from fmp import tree
+from fmp import _compat, tree
+from fmp.optim import checks
 from fmp.optim.base import GradientTransformation
 from fmp.optim.masks import Mask, selector
 
@@ -54,10 +55,13 @@ def masked(transformation: GradientTransformation, mask: Mask) -> GradientTransf
         raise TypeError(f"transformation is {transformation!r}, not a GradientTransformation")
     select = selector(mask, "mask")
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> MaskedState:
         return MaskedState(transformation.init(_only(params, select(params))))
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: MaskedState, params: Tree) -> tuple[Tree, MaskedState]:
+        checks.params_given(grads, params)
         flags = select(params)
         own, inner = transformation.update(_only(grads, flags), state.inner, _only(params, flags))
         leaves, spec = tree.flatten(grads)

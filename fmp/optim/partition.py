@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
+from fmp.optim import checks
 from fmp.optim.base import GradientTransformation
 from fmp.optim.masks import broadcast
 
@@ -41,7 +42,7 @@ def partition(transformations: Mapping[str, GradientTransformation], labels: Lab
 
     Raises:
         KeyError: If a leaf has a label without an optimizer (when `init` or `update` is called).
-        TypeError: If a group's optimizer is not a `GradientTransformation`.
+        TypeError: If `transformations` is no mapping, or a group's optimizer not a `GradientTransformation`.
         ValueError: If the tree of labels does not fit the parameters (when `init` or `update` is called).
 
     Example:
@@ -51,16 +52,23 @@ def partition(transformations: Mapping[str, GradientTransformation], labels: Lab
         >>> tx.update(params, tx.init(params), params)[0]
         {'head': tensor([-1.]), 'body': tensor([-0.1000])}
     """
+    if not isinstance(transformations, Mapping):
+        raise TypeError(
+            f"transformations must be optimizers by label, such as {{'all': adam(0.1)}}, got {transformations!r}"
+        )
     transformations = dict(transformations)
     for label, transformation in transformations.items():
         if not isinstance(transformation, GradientTransformation):
             raise TypeError(f"the optimizer of group {label!r} is {transformation!r}, not a GradientTransformation")
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> PartitionState:
         groups = labels_of(params)
         return PartitionState({label: tx.init(_pick(params, groups, label)) for label, tx in transformations.items()})
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: PartitionState, params: Tree) -> tuple[Tree, PartitionState]:
+        checks.params_given(grads, params)
         groups = labels_of(params)
         updates: list[Any] = [None] * len(groups)
         inner = {}

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.optim import checks
 from fmp.optim.base import (
     GradientTransformation,
@@ -21,6 +21,7 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
+from fmp.optim.means import blend
 
 Tree = Any
 
@@ -90,10 +91,10 @@ def rmsprop(
     checks.number("eps", eps)
     checks.number("weight_decay", weight_decay)
     checks.number("momentum", momentum)
-    if not isinstance(centered, bool):
-        raise TypeError(f"centered must be True or False, got {centered!r} of type {type(centered).__name__}")
+    checks.flag("centered", centered)
     has_momentum = not is_off(momentum)
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> RmspropState:
         return RmspropState(
             count=zero_count(params),
@@ -102,6 +103,7 @@ def rmsprop(
             momentum=zeros(params) if has_momentum else None,
         )
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: RmspropState, params: Tree) -> tuple[Tree, RmspropState]:
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
@@ -120,8 +122,9 @@ def rmsprop(
             second = mean_of_squares(second, grad, weight)
             spread = second
             if first is not None:
-                first = torch.lerp(first, grad, weight)
-                spread = (second - first * first).clamp(min=0.0)
+                first = blend(decay, first, grad)
+                # A square that overflowed makes the step zero, as it does without centering; inf - inf would be NaN.
+                spread = torch.where(second.isinf(), second, (second - first * first).clamp(min=0.0))
             step = grad / (square_root(spread) + in_dtype(eps, grad.dtype))
             if total is not None:
                 step = total = add_scaled(step, momentum, total)

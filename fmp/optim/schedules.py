@@ -1,15 +1,18 @@
 """Schedules: the value of a hyper-parameter as a pure function of the number of updates made so far.
 
-A schedule takes the count, i32[], and returns f32[]. The first update asks it at 0.
+A schedule takes the count, i32[], and returns f32[]. The first update asks it at 0. A plain int will do for the count.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 
 from fmp.optim import checks
 from fmp.optim.base import Schedule
+
+T = TypeVar("T")
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -31,7 +34,7 @@ def constant(value: float) -> Schedule:
         tensor(0.5000)
     """
     checks.number("value", value)
-    return lambda count: torch.full_like(count, value, dtype=torch.float32)
+    return lambda count: torch.full_like(_counted(count), value, dtype=torch.float32)
 
 
 def linear(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
@@ -59,7 +62,7 @@ def linear(init_value: float, end_value: float, transition_steps: int, transitio
     checks.steps("transition_steps", transition_steps, low=1)
     checks.steps("transition_begin", transition_begin, low=0)
 
-    def schedule(count: torch.Tensor) -> torch.Tensor:
+    def schedule(count: torch.Tensor | int) -> torch.Tensor:
         since = _since(count, transition_begin)
         progress = since.to(torch.float32) / transition_steps
         start, end = torch.full_like(progress, init_value), torch.full_like(progress, end_value)
@@ -93,6 +96,7 @@ def exponential_decay(
         The schedule.
 
     Raises:
+        TypeError: If an argument has another type.
         ValueError: If a value is negative or not finite, `decay_rate` is 0, or a number of steps is too small.
 
     Example:
@@ -106,10 +110,11 @@ def exponential_decay(
     checks.steps("transition_begin", transition_begin, low=0)
     if decay_rate == 0:
         raise ValueError("decay_rate must be above 0, got 0")
+    checks.flag("staircase", staircase)
     if end_value is not None:
         checks.number("end_value", end_value)
 
-    def schedule(count: torch.Tensor) -> torch.Tensor:
+    def schedule(count: torch.Tensor | int) -> torch.Tensor:
         since = _since(count, transition_begin)
         exponent = since // transition_steps if staircase else since.to(torch.float32) / transition_steps
         # The root of the factor, twice, and kept finite: 0 * inf would be NaN.
@@ -152,7 +157,7 @@ def cosine_decay(init_value: float, decay_steps: int, end_value: float = 0.0, ex
     checks.number("end_value", end_value)
     checks.number("exponent", exponent)
 
-    def schedule(count: torch.Tensor) -> torch.Tensor:
+    def schedule(count: torch.Tensor | int) -> torch.Tensor:
         remaining = (decay_steps - _since(count, 0)).clamp(min=0)
         # (1 + cos(x)) / 2, without the cancellation that would cost the last steps their digits.
         share = torch.sin(remaining.to(torch.float32) / decay_steps * (math.pi / 2)).square() ** exponent
@@ -227,7 +232,7 @@ def warmup_linear_decay(
     )
 
 
-def piecewise_constant(values: Sequence[float], boundaries: Sequence[int]) -> Schedule:
+def piecewise_constant(values: Iterable[float], boundaries: Iterable[int]) -> Schedule:
     """Makes a schedule that jumps from one value to the next.
 
     Args:
@@ -238,6 +243,7 @@ def piecewise_constant(values: Sequence[float], boundaries: Sequence[int]) -> Sc
         The schedule.
 
     Raises:
+        TypeError: If values or boundaries are no sequence of numbers.
         ValueError: If a value is negative or not finite, or boundaries do not rise or are not one fewer than values.
 
     Example:
@@ -245,11 +251,11 @@ def piecewise_constant(values: Sequence[float], boundaries: Sequence[int]) -> Sc
         >>> [schedule(torch.tensor(count)).item() for count in (0, 9, 10, 20)]
         [1.0, 1.0, 0.5, 0.25]
     """
-    _check_boundaries("values", values, boundaries)
+    values, boundaries = _checked_pieces("values", values, boundaries)
     return join([constant(value) for value in values], boundaries)
 
 
-def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+def join(schedules: Iterable[Schedule], boundaries: Iterable[int]) -> Schedule:
     """Makes one schedule of several that follow each other; each counts from 0 where it begins.
 
     Args:
@@ -261,32 +267,39 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
     Raises:
         ValueError: If boundaries do not rise, or are not one fewer than schedules.
-        TypeError: If a schedule is not a function.
+        TypeError: If a schedule is not a function, or boundaries are no sequence of ints.
 
     Example:
         >>> schedule = join([linear(0.0, 1.0, 2), constant(0.5)], boundaries=[4])
         >>> [schedule(torch.tensor(count)).item() for count in (0, 1, 3, 4)]
         [0.0, 0.5, 1.0, 0.5]
     """
-    _check_boundaries("schedules", schedules, boundaries)
-    for index, part in enumerate(schedules):
+    parts, begins = _checked_pieces("schedules", schedules, boundaries)
+    for index, part in enumerate(parts):
         if not callable(part):
             raise TypeError(f"schedules[{index}] is {part!r}, not a function of the count; use constant({part!r})")
-    first, *later = schedules
-    boundaries = tuple(boundaries)
+    first, *later = parts
 
-    def schedule(count: torch.Tensor) -> torch.Tensor:
+    def schedule(count: torch.Tensor | int) -> torch.Tensor:
+        count = _counted(count)
         value = first(count)
-        for begin, part in zip(boundaries, later, strict=True):
+        for begin, part in zip(begins, later, strict=True):
             value = torch.where(count.long() < begin, value, part(_since(count, begin).to(count.dtype)))
         return value
 
     return schedule
 
 
-def _since(count: torch.Tensor, begin: int) -> torch.Tensor:
+def _counted(count: torch.Tensor | int) -> torch.Tensor:
+    if isinstance(count, torch.Tensor):
+        return count
+    checks.steps("count", count, low=0)
+    return torch.tensor(count)
+
+
+def _since(count: torch.Tensor | int, begin: int) -> torch.Tensor:
     # In int32, a beginning from 2**31 on would wrap around.
-    return (count.long() - begin).clamp(min=0)
+    return (_counted(count).long() - begin).clamp(min=0)
 
 
 def _after_warmup(init_value: float, peak_value: float, warmup_steps: int, falling: Schedule) -> Schedule:
@@ -305,8 +318,10 @@ def _check_warmup(warmup_steps: int, decay_steps: int) -> None:
         )
 
 
-def _check_boundaries(name: str, pieces: Sequence[object], boundaries: Sequence[int]) -> None:
-    if len(pieces) != len(boundaries) + 1:
-        raise ValueError(f"{name} must be one more than boundaries, got {len(pieces)} and {len(boundaries)}")
-    for index, boundary in enumerate(boundaries):
-        checks.steps(f"boundaries[{index}]", boundary, low=boundaries[index - 1] + 1 if index else 1)
+def _checked_pieces(name: str, pieces: Iterable[T], boundaries: Iterable[int]) -> tuple[tuple[T, ...], tuple[int, ...]]:
+    parts, begins = checks.items(name, pieces), checks.items("boundaries", boundaries)
+    if len(parts) != len(begins) + 1:
+        raise ValueError(f"{name} must be one more than boundaries, got {len(parts)} and {len(begins)}")
+    for index, begin in enumerate(begins):
+        checks.steps(f"boundaries[{index}]", begin, low=begins[index - 1] + 1 if index else 1)
+    return parts, begins

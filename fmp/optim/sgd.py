@@ -82,6 +82,8 @@ def sgd(
     checks.number_or_schedule("learning_rate", learning_rate)
     checks.number("weight_decay", weight_decay)
     checks.number("dampening", dampening)
+    checks.flag("nesterov", nesterov)
+    checks.flag("fused", fused)
     if momentum is not None:
         checks.number("momentum", momentum)
         momentum = None if is_off(momentum) else momentum
@@ -90,11 +92,13 @@ def sgd(
     if nesterov and (momentum is None or (dampened and not isinstance(dampening, torch.Tensor))):
         raise ValueError(f"nesterov=True needs momentum and no dampening, got {momentum=} and {dampening=}")
 
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> SgdState:
         totals = None if momentum is None else zeros(params)
         ages = tree.map(lambda total: None if total is None else zero_count(total), totals) if dampened else None
         return SgdState(count=zero_count(params), momentum=totals, ages=ages)
 
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)

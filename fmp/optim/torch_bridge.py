@@ -1,6 +1,5 @@
 """from_torch: any `torch.optim.Optimizer` class as a pair of pure functions."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,19 +8,10 @@ import torch
 from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks, torch_steps
-from fmp.optim.base import GradientTransformation, Scalar, scheduled, update_leaves, zero_count
-from fmp.optim.torch_steps import Maker, Slots
+from fmp.optim.base import GradientTransformation, scheduled, update_leaves, zero_count
+from fmp.optim.torch_steps import Maker
 
 Tree = Any
-
-_REFUSED = {
-    torch.optim.LBFGS: "its step evaluates the loss several times; minimise with it outside of a train step",
-    torch.optim.SparseAdam: "it takes sparse gradients only; use torch.optim.Adam",
-}
-# What the plain form of an algorithm needs: one tensor at a time, and nothing that a kernel overwrites.
-_PLAIN = {"foreach": False, "fused": False}
-# What keeps numbers on the device, and lets autograd record the step.
-_ON_DEVICE = {**_PLAIN, "capturable": True, "differentiable": True}
 
 
 @tree.dataclass
@@ -58,14 +48,17 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
     `p + update` is the new parameter bit for bit where that lies between half and twice the old one (Sterbenz 1974).
     Else it is off by at most one spacing of floats, at the larger of the two.
 
-    Every parameter is in one group, with one set of options; `partition` gives groups. The class's randomness, hooks
-    and what it writes into its groups are not part of the state.
+    Every parameter is in one group, with one set of options; `partition` gives groups. A class that remembers anything
+    outside of `self.state[param]`, in its groups or in attributes, is refused by the first step that changes it. Other
+    objects, globals and random generators are not seen, and are no part of the state.
 
     Args:
         optimizer_class: The class. Adafactor looks at numbers on the host, so that it runs neither under vmap nor in
             fullgraph compile; ASGD and Rprop cannot be differentiated, nor can RAdam in its first five steps.
         **kwargs: Its options. `lr` may be a number, a 0-dim tensor, or a schedule, which is asked at 0 for the first
-            update. `foreach`, `fused`, `capturable` and `differentiable` are chosen here unless they are given.
+            update. Other options must be numbers under `torch.func` and `torch.compile`: `inject_hyperparams` leaves
+            those that it is told by `static`. `foreach`, `fused`, `capturable` and `differentiable` are chosen here
+            unless they are given.
 
     Returns:
         The optimizer; its state is a `FromTorchState`.
@@ -73,9 +66,10 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
     Raises:
         TypeError: If `optimizer_class` is not a class of optimizers, does not take an option, or is one that cannot
             be a pure function of gradients (LBFGS, SparseAdam). When called: if the state of a parameter holds other
-            things than tensors and numbers, or a class without `differentiable` is to be differentiated.
+            things than tensors and numbers, a class without `differentiable` is to be differentiated, or an option
+            other than `lr` is a tensor while something is traced.
         ValueError: As the class does for its options (when `init` is called), or if `lr` is out of range; or if a step
-            keeps state in its parameter groups, or changes what it keeps for a parameter.
+            changes something else than parameters and their state, or what it keeps for a parameter.
 
     Example:
         >>> tx = from_torch(torch.optim.RMSprop, lr=0.5, alpha=0.75)
@@ -92,27 +86,17 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
         if not isinstance(learning_rate, float | int) and _keeps_rate(optimizer_class):
             raise ValueError(
                 f"{optimizer_class.__name__} keeps its first learning rate in its state, so lr must be a number, got "
-                f"{learning_rate!r}"
+                f'{learning_rate!r}; inject_hyperparams leaves it one with static=("lr",)'
             )
-    maker = _maker(optimizer_class, kwargs)
+    # The constructor compares the rate with zero, which only a number can be; its value is put in before each step.
+    is_number = isinstance(learning_rate, float | int | None)
+    options = kwargs if is_number else {**kwargs, "lr": 1.0}
+    _check_traceable(optimizer_class, options)
+    maker = torch_steps.make(optimizer_class, options)
+    # Made within a graph, as inject_hyperparams does it, the maker is a constant of it, which has no identity.
+    place = torch_steps.make_in_graphs(optimizer_class, options) if torch.compiler.is_compiling() else None
 
-    def run(
-        values: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        slots: list[Slots],
-        ages: dict[str, torch.Tensor],
-        numbers: tuple[str, ...],
-        rate: Scalar | None,
-        host: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        return torch_steps.run(maker, values, grads, slots, ages, numbers, rate, host)
-
-    @_compat.constant_while_tracing
-    def let_into_graphs() -> bool:
-        # The tracer cannot follow an optimizer's constructor, but need not: the step is traced below it.
-        torch.compiler.allow_in_graph(run)
-        return True
-
+    @_compat.compiled_on_its_own
     def init(params: Tree) -> FromTorchState:
         leaves, spec = tree.flatten(params)
         found = [torch_steps.beginning(maker, leaf) if is_castable(leaf) else ({}, False) for leaf in leaves]
@@ -130,7 +114,7 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
         slots = {name: tree.unflatten(spec, column) for name, column in columns.items()}
         return FromTorchState(zero_count(params), tree.unflatten(spec, ages), slots, numbers)
 
-    @_compat.compiled_on_its_own  # the compiler does not tell `run` of one optimizer from that of another
+    @_compat.compiled_on_its_own
     def update(grads: Tree, state: FromTorchState, params: Tree) -> tuple[Tree, FromTorchState]:
         wide = update_leaves(lambda grad, param: (grad,), grads, params)[0]
         grad_leaves, spec = tree.flatten(wide)
@@ -146,9 +130,12 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
             given = [values[i].to(full_precision(values[i].dtype)) for i in chosen], [grad_leaves[i] for i in chosen]
             tensors = [*given[0], *given[1], *[slot for each in slots for slot in each.values()], rate]
             _check_differentiable(maker, tensors)
+            _check_traceable(optimizer_class, options)
             if torch.compiler.is_compiling():
-                let_into_graphs()
-            results = iter(run(*given, slots, ages, state.numbers, rate, _on_host(tensors)))
+                known = torch_steps.place_in_graphs(maker) if place is None else place
+                results = iter(torch_steps.run_in_graph(known, *given, slots, ages, state.numbers, rate, False))
+            else:
+                results = iter(torch_steps.run(maker, *given, slots, ages, state.numbers, rate, _on_host(tensors)))
             for row, i in enumerate(chosen):
                 updates[i] = next(results)
                 for name in slots[row]:
@@ -186,6 +173,16 @@ def _on_host(tensors: Sequence[Any]) -> bool:
     )
 
 
+def _check_traceable(optimizer_class: Any, options: dict[str, Any]) -> None:
+    # Constructors and steps look at the values of their options.
+    for name, option in options.items():
+        if isinstance(option, torch.Tensor) and (torch.compiler.is_compiling() or _compat.wrapped_by_transform(option)):
+            raise TypeError(
+                f"under torch.compile and torch.func, only lr may be a tensor, but {name} is {tree.describe(option)}; "
+                f'give it as a number, to inject_hyperparams with static=("{name}",)'
+            )
+
+
 def _check_differentiable(maker: Maker, tensors: Sequence[Any]) -> None:
     if maker.on_device.get("differentiable") or not torch.is_grad_enabled():
         return
@@ -194,27 +191,3 @@ def _check_differentiable(maker: Maker, tensors: Sequence[Any]) -> None:
             f"{maker.optimizer_class.__name__} cannot be differentiated: it has no option `differentiable`; detach its "
             "inputs, or call update under torch.no_grad()"
         )
-
-
-def _maker(optimizer_class: Any, kwargs: dict[str, Any]) -> Maker:
-    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}; "
-            "its options are further arguments of from_torch"
-        )
-    for refused, advice in _REFUSED.items():
-        if issubclass(optimizer_class, refused):
-            raise TypeError(f"from_torch cannot take {optimizer_class.__name__}: {advice}")
-    accepted = inspect.signature(optimizer_class).parameters
-    open_ended = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-    if "params" in kwargs or (not open_ended and (unknown := kwargs.keys() - accepted.keys())):
-        wrong = ["params"] if "params" in kwargs else sorted(unknown)
-        raise TypeError(
-            f"{optimizer_class.__name__} takes no option {wrong}; it takes {sorted(set(accepted) - {'params'})}"
-        )
-    rate = kwargs.get("lr")
-    # The constructor compares the rate with zero, which only a number can be; its value is put in before each step.
-    options = {**kwargs, "lr": 1.0} if isinstance(rate, torch.Tensor) or callable(rate) else kwargs
-    plain = {name: value for name, value in _PLAIN.items() if name in accepted}
-    on_device = {name: value for name, value in _ON_DEVICE.items() if name in accepted}
-    return Maker(optimizer_class, plain | options, on_device | options)

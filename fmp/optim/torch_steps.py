@@ -1,5 +1,6 @@
 """One step of a torch optimizer on tensors that are not its own: built on copies, loaded, stepped, read back."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,8 +10,18 @@ from torch.overrides import TorchFunctionMode
 from fmp import _compat, tree
 from fmp.dtypes import full_precision
 from fmp.optim.base import Scalar
+from fmp.optim.torch_memory import take_step
 
 Slots = dict[str, Any]
+
+_REFUSED = {
+    torch.optim.LBFGS: "its step evaluates the loss several times; minimise with it outside of a train step",
+    torch.optim.SparseAdam: "it takes sparse gradients only; use torch.optim.Adam",
+}
+# What the plain form of an algorithm needs: one tensor at a time, and nothing that a kernel overwrites.
+_PLAIN = {"foreach": False, "fused": False}
+# What keeps numbers on the device, and lets autograd record the step.
+_ON_DEVICE = {**_PLAIN, "capturable": True, "differentiable": True}
 
 
 class Maker(NamedTuple):
@@ -23,6 +34,60 @@ class Maker(NamedTuple):
     def build(self, values: Sequence[torch.Tensor], *, on_device: bool) -> torch.optim.Optimizer:
         """Builds it for some tensors, which it will change in place."""
         return self.optimizer_class(list(values), **(self.on_device if on_device else self.plain))
+
+
+@_compat.constant_while_tracing
+def make(optimizer_class: Any, kwargs: dict[str, Any]) -> Maker:
+    """Looks at a class and its options, of which `lr` is a number here.
+
+    Raises:
+        TypeError: If it is not a class of optimizers, is one that cannot be a pure function, or takes no such option.
+    """
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}; "
+            "its options are further arguments of from_torch"
+        )
+    for refused, advice in _REFUSED.items():
+        if issubclass(optimizer_class, refused):
+            raise TypeError(f"from_torch cannot take {optimizer_class.__name__}: {advice}")
+    accepted = inspect.signature(optimizer_class).parameters
+    open_ended = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+    if "params" in kwargs or (not open_ended and (unknown := kwargs.keys() - accepted.keys())):
+        wrong = ["params"] if "params" in kwargs else sorted(unknown)
+        raise TypeError(
+            f"{optimizer_class.__name__} takes no option {wrong}; it takes {sorted(set(accepted) - {'params'})}"
+        )
+    plain = {name: value for name, value in _PLAIN.items() if name in accepted}
+    on_device = {name: value for name, value in _ON_DEVICE.items() if name in accepted}
+    return Maker(optimizer_class, plain | kwargs, on_device | kwargs)
+
+
+# What a graph of torch.compile may call. It holds tensors and numbers, so it names a maker by its place in this list.
+_IN_GRAPHS: list[Maker] = []
+
+
+@_compat.constant_while_tracing
+def place_in_graphs(maker: Maker) -> int:
+    """Returns the number by which `run_in_graph` knows a maker; equal ones share it."""
+    torch.compiler.allow_in_graph(run_in_graph)
+    if maker not in _IN_GRAPHS:
+        _IN_GRAPHS.append(maker)
+    return _IN_GRAPHS.index(maker)
+
+
+@_compat.constant_while_tracing
+def make_in_graphs(optimizer_class: Any, kwargs: dict[str, Any]) -> int:
+    """Returns the number of a maker that is made while the compiler traces, and that it could not hand on."""
+    return place_in_graphs(make(optimizer_class, kwargs))
+
+
+def run_in_graph(place: int, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Does what `run` does, under torch.compile.
+
+    The tracer cannot follow an optimizer's constructor, but need not: the step is traced below it.
+    """
+    return run(_IN_GRAPHS[place], *args)
 
 
 def run(
@@ -54,7 +119,7 @@ def run(
         if rate is not None:
             asked = rate.item() if host and isinstance(rate, torch.Tensor) else rate
             optimizer.param_groups[0]["lr"] = asked
-        _take_step(optimizer)
+        take_step(optimizer)
         return new, [optimizer.state[value] for value in new]
 
     if host:
@@ -78,23 +143,6 @@ def run(
         if age is not None:
             flat.append(age + 1)
     return tuple(flat)
-
-
-def _take_step(optimizer: torch.optim.Optimizer) -> None:
-    """Steps, and refuses what an optimizer would remember outside of its parameters' state."""
-    options = [{**group, "params": None} for group in optimizer.param_groups]
-    optimizer.step()
-    for before, after in zip(options, optimizer.param_groups, strict=True):
-        changed = [name for name, value in after.items() if name != "params" and _differs(before.get(name), value)]
-        if changed:
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps {changed} in its parameter groups, where it is no part of the "
-                "state; use a class that keeps all it remembers in `self.state[param]`"
-            )
-
-
-def _differs(before: Any, after: Any) -> bool:
-    return before is not after and (isinstance(after, torch.Tensor) or before != after)
 
 
 class _FirstValues(dict[str, Any]):
@@ -129,7 +177,7 @@ def first_slots(maker: Maker, leaf: torch.Tensor) -> Slots:
     state.update(optimizer.state.get(value, {}))
     optimizer.state[value] = state
     with torch.no_grad(), _OnDevice(pretend=False):
-        _take_step(optimizer)
+        take_step(optimizer)
     first = {name: slot for name, slot in state.first.items() if slot is not None or state[name] is not None}
     for name, slot in first.items():
         if not isinstance(slot, torch.Tensor | bool | int | float):
@@ -166,7 +214,7 @@ def _stepped(maker: Maker, sample: torch.Tensor, slots: Slots) -> list[torch.Ten
     if slots:
         optimizer.state[value] = dict(slots)
     with torch.no_grad():
-        _take_step(optimizer)
+        take_step(optimizer)
     kept = sorted(optimizer.state[value].items(), key=lambda item: item[0])
     return [value, *[torch.as_tensor(slot) for _, slot in kept if slot is not None]]
 

@@ -208,3 +208,15 @@ def test_hyperparameters_may_be_state():
 def test_bad_numbers_are_refused(argument, value):
     with pytest.raises(ValueError, match=argument):
         optim.adafactor(**{"learning_rate": 0.1, argument: value})
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_square_that_overflows_makes_no_nan(shape):
+    params = {"w": torch.ones(shape)}
+    tx = optim.adafactor(0.5)
+    state = tx.init(params)
+    for sign in (1.0, -1.0):
+        grad = torch.tensor([sign * 3.3e38, 1e30, 1.0, 1e-3]).reshape(shape)
+        updates, state = tx.update({"w": grad}, state, params)
+        assert updates["w"].isfinite().all()
+        assert updates["w"].flatten()[0].abs() < 1e-12

@@ -151,3 +151,15 @@ def test_complex_values_are_refused():
 def test_bad_value_bounds_are_refused(value):
     with pytest.raises(ValueError, match="max_delta"):
         optim.clip_by_value(value)
+
+
+def test_the_norm_must_be_a_scalar_tensor_and_the_bound_a_bound():
+    grads = {"w": torch.ones(2)}
+    with pytest.raises(TypeError, match=r"norm must be a 0-dim tensor, as fmp.global_norm returns it, got 2.0"):
+        optim.clip_to_norm(grads, 2.0, 1.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="norm must be a number or a 0-dim tensor"):
+        optim.clip_factor(torch.ones(2), 1.0)
+    with pytest.raises(ValueError, match="max_norm"):
+        optim.clip_factor(torch.ones(()), -1.0)
+    with pytest.raises(TypeError, match="max_norm"):
+        optim.clip_by_global_norm(None)  # pyright: ignore[reportArgumentType]

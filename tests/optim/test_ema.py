@@ -85,3 +85,33 @@ def test_members_may_have_a_decay_each():
 def test_bad_decays_are_refused(decay):
     with pytest.raises(ValueError, match="decay"):
         optim.ema(decay)
+
+
+def test_the_mean_of_opposite_giants_is_finite():
+    params = {"w": torch.zeros(2)}
+    tx = optim.ema(0.75)
+    giants = torch.tensor([3e38, -3e38])
+    _, state = tx.update({"w": giants}, tx.init(params), params)
+    averages, _ = tx.update({"w": -giants}, state, params)
+    # (0.75 * 0.25 - 0.25) / (1 - 0.75**2) of the second.
+    torch.testing.assert_close(averages["w"], -giants / 7)
+
+
+def test_a_decay_of_zero_has_its_derivative():
+    first, second = torch.tensor(2.0), torch.tensor(5.0)
+    params = {"w": torch.zeros(())}
+
+    def averages(decay):
+        tx = optim.ema(decay)
+        one, state = tx.update({"w": first}, tx.init(params), params)
+        return torch.stack([one["w"], tx.update({"w": second}, state, params)[0]["w"]])
+
+    # The second average is (decay * first + second) / (1 + decay).
+    for decay, slope in (0.0, -3.0), (0.5, -3.0 / 2.25):
+        found = torch.func.jacrev(averages)(torch.tensor(decay))
+        torch.testing.assert_close(found, torch.tensor([0.0, slope]), atol=1e-6, rtol=1e-5)
+
+
+def test_debias_is_a_bool():
+    with pytest.raises(TypeError, match="debias must be True or False, got 'no'"):
+        optim.ema(0.5, debias="no")  # pyright: ignore[reportArgumentType]

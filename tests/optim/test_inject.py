@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -122,3 +124,48 @@ def test_bad_numbers_are_refused_at_once():
         optim.inject_hyperparams(optim.adam)(learning_rate=0.1, b1=1.5)
     with pytest.raises(TypeError, match="no_such_argument"):
         optim.inject_hyperparams(optim.adam)(learning_rate=0.1, no_such_argument=1.5)
+
+
+@pytest.mark.parametrize("rate", [0.5, schedules.linear(0.5, 0.0, 4)], ids=["number", "schedule"])
+def test_a_class_of_torch_can_be_injected_and_compiled(rate):
+    tx = optim.inject_hyperparams(partial(optim.from_torch, torch.optim.Adam))(lr=rate, betas=(0.5, 0.75))
+    plain = optim.from_torch(torch.optim.Adam, lr=rate, betas=(0.5, 0.75))
+    compiled = torch.compile(tx.update, backend="aot_eager", fullgraph=True)
+    state, expected_state = tx.init(PARAMS), plain.init(PARAMS)
+    for _ in range(3):
+        updates, state = compiled(GRADS, state, PARAMS)
+        expected, expected_state = plain.update(GRADS, expected_state, PARAMS)
+        torch.testing.assert_close(updates, expected)
+    assert state.inner.slots["step"]["w"] == 3
+
+
+def test_two_injected_classes_of_torch_keep_apart_in_one_graph():
+    make = optim.inject_hyperparams(partial(optim.from_torch, torch.optim.SGD))
+    first, second = make(lr=0.5), make(lr=0.5, maximize=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def both(first_state, second_state):
+        return first.update(GRADS, first_state, PARAMS)[0], second.update(GRADS, second_state, PARAMS)[0]
+
+    down, up = both(first.init(PARAMS), second.init(PARAMS))
+    assert down["w"].tolist() == [-0.25, -0.25]
+    assert up["w"].tolist() == [0.25, 0.25]
+
+
+def test_a_rate_that_a_class_keeps_stays_a_number():
+    rprop = partial(optim.from_torch, torch.optim.Rprop)
+    with pytest.raises(ValueError, match=r'Rprop keeps its first learning rate.*static=\("lr",\)'):
+        optim.inject_hyperparams(rprop)(lr=0.5).init(PARAMS)
+    tx = optim.inject_hyperparams(rprop, static="lr")(lr=0.5)
+    assert tx.update(GRADS, tx.init(PARAMS), PARAMS)[0]["w"].tolist() == [-0.5, -0.5]
+
+
+def test_what_makes_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match="factory must be a function that makes an optimizer"):
+        optim.inject_hyperparams(optim.sgd(0.1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="factory must be a function that makes an optimizer"):
+        optim.inject_hyperparams("sgd")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"factory must return a GradientTransformation, got 0.5"):
+        optim.inject_hyperparams(lambda rate: rate)(rate=0.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="static must be names of arguments"):
+        optim.inject_hyperparams(optim.sgd, static=[1])  # pyright: ignore[reportArgumentType]

@@ -192,3 +192,21 @@ def test_other_types_are_refused():
         optim.lamb(0.1, mask={"w": 1}).init({"w": torch.ones(1)})
     with pytest.raises(ValueError, match="mask: none of the patterns"):
         optim.lamb(0.1, mask=["bias"]).init({"w": torch.ones(1)})
+
+
+def test_opposite_giants_do_not_become_nan():
+    # Their squares overflow, so that they do not move at all; half of this would, if means were taken of differences.
+    params = {"w": torch.ones(2)}
+    tx = optim.lamb(0.1)
+    giants = torch.tensor([3.3e38, -3.3e38])
+    _, state = tx.update({"w": giants}, tx.init(params), params)
+    updates, state = tx.update({"w": -giants}, state, params)
+    assert state.first_moment["w"].isfinite().all()
+    assert not updates["w"].any()
+
+
+def test_parameters_are_needed():
+    params = {"w": torch.ones(1)}
+    tx = optim.lamb(0.1, mask={"w": True})
+    with pytest.raises(TypeError, match="update needs the parameters, but params is None"):
+        tx.update(params, tx.init(params), None)

@@ -132,3 +132,10 @@ def test_other_types_are_refused():
         optim.lion(0.1, mask={"w": 1}).init({"w": torch.ones(1)})
     with pytest.raises(ValueError, match="mask: none of the patterns"):
         optim.lion(0.1, mask=["bias"]).init({"w": torch.ones(1)})
+
+
+def test_parameters_are_needed():
+    params = {"w": torch.ones(1)}
+    tx = optim.lion(0.1, mask={"w": True})
+    with pytest.raises(TypeError, match="update needs the parameters, but params is None"):
+        tx.update(params, tx.init(params), None)

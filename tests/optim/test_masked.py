@@ -97,3 +97,10 @@ def test_bad_arguments_are_refused():
         optim.masked(optim.adam(0.1), ["haed"]).init(PARAMS)
     with pytest.raises(TypeError, match="mask must say True or False for 'head', got 1"):
         optim.masked(optim.adam(0.1), {"body": True, "head": 1})
+
+
+def test_parameters_are_needed():
+    tx = optim.masked(optim.clip_by_value(0.1), {"w": True})
+    params = {"w": torch.ones(1)}
+    with pytest.raises(TypeError, match="update needs the parameters, but params is None"):
+        tx.update(params, tx.init(params), None)

@@ -72,3 +72,15 @@ def test_labels_that_do_not_fit_are_refused():
 def test_a_factory_is_refused():
     with pytest.raises(TypeError, match=r"group 'slow' is .*not a GradientTransformation"):
         optim.partition({"slow": optim.sgd}, label)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_list_of_optimizers_is_refused():
+    with pytest.raises(TypeError, match="transformations must be optimizers by label"):
+        optim.partition([optim.sgd(0.1)], "all")  # pyright: ignore[reportArgumentType]
+
+
+def test_parameters_are_needed():
+    tx = optim.partition({"all": optim.clip_by_value(0.1)}, {"w": "all"})
+    params = {"w": torch.ones(1)}
+    with pytest.raises(TypeError, match="update needs the parameters, but params is None"):
+        tx.update(params, tx.init(params), None)

@@ -164,3 +164,14 @@ def test_complex_parameters_are_refused_by_path():
     tx = optim.rmsprop(0.1)
     with pytest.raises(TypeError, match="layer/w"):
         tx.update(values, tx.init(values), values)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_an_entry_whose_square_overflows_stands_still(centered):
+    params = {"w": torch.ones(2)}
+    tx = optim.rmsprop(0.5, centered=centered)
+    state = tx.init(params)
+    for sign in (1.0, -1.0):
+        updates, state = tx.update({"w": torch.tensor([sign * 3.3e38, 1.0])}, state, params)
+        assert updates["w"][0] == 0
+        assert updates["w"][1] < 0

@@ -30,6 +30,16 @@ def test_works_under_vmap_and_compile(schedule):
 
 
 @every_schedule
+def test_a_plain_int_will_do(schedule):
+    for count in (0, 3, 4, 5, 100):
+        assert torch.equal(schedule(count), schedule(torch.tensor(count, dtype=torch.int32)))
+    with pytest.raises(TypeError, match=r"count must be an int, got 1.5"):
+        schedule(1.5)
+    with pytest.raises(ValueError, match="count must be at least 0, got -1"):
+        schedule(-1)
+
+
+@every_schedule
 def test_is_finite_far_away(schedule):
     assert schedule(torch.tensor(2**31 - 1, dtype=torch.int32)).isfinite()
 
@@ -214,3 +224,26 @@ def test_members_may_be_at_different_steps():
     state = tx.init(values)
     update = lambda count: tx.update(values, type(state)(count, None), values)[0]["w"]
     assert torch.func.vmap(update)(torch.arange(3, dtype=torch.int32)).flatten().tolist() == [-1.0, -0.75, -0.5]
+
+
+def test_values_may_come_from_a_generator():
+    schedule = schedules.piecewise_constant((1.0 / n for n in (1, 2, 4)), iter([10, 20]))
+    assert [schedule(torch.tensor(count)).item() for count in (0, 10, 20, 20)] == [1.0, 0.5, 0.25, 0.25]
+    joined = schedules.join(map(schedules.constant, (0.5, 0.25)), boundaries=range(3, 4))
+    assert [joined(torch.tensor(count)).item() for count in (2, 3)] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.exponential_decay(1.0, 5, 0.5, staircase="x"), "staircase must be True or False, got 'x'"),  # pyright: ignore[reportArgumentType]
+        (lambda: schedules.piecewise_constant({1.0, 2.0}, [5]), "values must be a list or a tuple, got {"),
+        (lambda: schedules.piecewise_constant(1.0, []), "values must be a list or a tuple, got 1.0"),  # pyright: ignore[reportArgumentType]
+        (lambda: schedules.piecewise_constant([1.0, 2.0], 5), "boundaries must be a list or a tuple, got 5"),  # pyright: ignore[reportArgumentType]
+        (lambda: schedules.piecewise_constant("ab", [5]), "values must be a list or a tuple, got 'ab'"),  # pyright: ignore[reportArgumentType]
+        (lambda: schedules.join(schedules.constant(1.0), []), "schedules must be a list or a tuple"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_arguments_of_other_types_are_refused_by_name(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()

@@ -251,6 +251,11 @@ class Caster(CastingMode):
         """Takes note that others may write to the memory of tensors from now on."""
         self._cache = None
 
+    def renew(self) -> None:
+        """Lets go of the casts made so far."""
+        if self._cache is not None:
+            self._cache = CastCache(())
+
     def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         # The compiler itself finds casts that occur twice.
         return tensor.to(dtype) if is_compiling() or self._cache is None else self._cache.cast(tensor, dtype)

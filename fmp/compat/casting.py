@@ -1,0 +1,110 @@
+"""O1's casting mode of a session: entered by `initialize`, left by `shutdown`, paused while an optimizer steps."""
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from fmp import _compat
+from fmp._composite import body, inside
+from fmp.dtypes import short_name
+from fmp.policy import OpRules
+from fmp.policy.caster import Caster
+
+
+class Casting:
+    """Casts what torch functions are given in this thread, until it is left.
+
+    Args:
+        rules: The rules.
+        low: What half means.
+        tells: Prints each cast.
+    """
+
+    def __init__(self, rules: OpRules, low: torch.dtype, *, tells: bool = False):
+        self._caster = TellingCaster(rules, low) if tells else SessionCaster(rules, low)
+        self._paused = False
+        self._thread = threading.get_ident()
+        self._caster.__enter__()
+
+    def pause(self) -> None:
+        """Switches casting off."""
+        if not self._paused:
+            self._paused = True
+            self._caster.covers += 1
+
+    def resume(self) -> None:
+        """Switches casting on again, if `pause` has switched it off."""
+        if self._paused:
+            self._paused = False
+            self._caster.covers -= 1
+
+    def renew_cache(self) -> None:
+        """Forgets the casts of weights."""
+        self._caster.renew()
+
+    def check_on(self) -> None:
+        """Refuses to go on without casting.
+
+        Raises:
+            RuntimeError: If casting is not on in this thread.
+        """
+        if self._caster not in _compat.function_modes():
+            raise RuntimeError(
+                "the casting of O1 is not on here: train in the thread that called amp.initialize, and call it outside "
+                "of `with` blocks of other function modes, whose end would take the casting away"
+            )
+
+    def leave(self) -> None:
+        """Ends casting.
+
+        Raises:
+            RuntimeError: If this is another thread than the one that it began in.
+        """
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("amp.shutdown: call it in the thread that called amp.initialize")
+        _compat.remove_function_mode(self._caster)
+
+
+# A mode is off inside the functions that it is shown, and these run custom functions and recomputation.
+_BACKWARD = {
+    function: body(function) for function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
+
+
+class SessionCaster(Caster):
+    """A caster that stays on in a backward pass."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs one torch function."""
+        if func in _BACKWARD:
+            return inside(_BACKWARD[func], self, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def is_suspended(self) -> bool:
+        """Says no: Apex knows nothing of `torch.autocast`, which torch's checkpoint switches off when it recomputes."""
+        return False
+
+
+class TellingCaster(SessionCaster):
+    """A caster that prints each cast, for `verbosity=2`."""
+
+    _op = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs one torch function."""
+        self._op = getattr(func, "__name__", repr(func))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _to(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        print(f"{short_name(tensor.dtype)}->{short_name(dtype)} ({self._op})")
+        return super()._to(tensor, dtype)
+
+
+def in_this_thread(casting: Casting | None) -> AbstractContextManager[Any]:
+    """Keeps a backward pass in the thread of the caller, where the casting mode is.
+
+    On a GPU torch runs it in another thread, and custom functions and recomputation would not be cast.
+    """
+    return nullcontext() if casting is None else torch.autograd.set_multithreading_enabled(False)

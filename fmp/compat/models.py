@@ -1,0 +1,158 @@
+"""The models of a session: checked, cast in place, and given hooks that cast what goes in and comes out."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from fmp.compat.inputs import CastInputs, CastOutputs, cast_to_weights, state_dict_in_float32
+from fmp.compat.options import Options
+from fmp.dtypes import is_castable
+from fmp.tree import describe
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+class Place(NamedTuple):
+    """Where a parameter or buffer lives, and the dtype that it had before it was cast."""
+
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+
+
+def as_list(models: Any) -> list[nn.Module]:
+    """Reads the argument `models`.
+
+    Raises:
+        TypeError: If it is neither a module nor a list of them.
+    """
+    if isinstance(models, nn.Module):
+        return [models]
+    if not isinstance(models, list) or not all(isinstance(model, nn.Module) for model in models):
+        raise TypeError(f"models must be one nn.Module or a list of them, got {_kind(models)}")
+    return models
+
+
+def check(models: Sequence[nn.Module], options: Options) -> None:
+    """Refuses models that are wrapped, or cast already.
+
+    Args:
+        models: The models.
+        options: With `cast_model_type=False`, models may mix dtypes.
+
+    Raises:
+        RuntimeError: If a model is wrapped for parallel training or has a 16-bit tensor.
+        ValueError: If a parameter is not initialised yet.
+    """
+    for model in models:
+        if any(cls.__name__ in _WRAPPERS for cls in type(model).__mro__):
+            raise RuntimeError(
+                f"models: {type(model).__name__} is wrapped already; call amp.initialize on the plain model, then wrap "
+                "what it returns"
+            )
+        for name, tensor in _named_tensors(model):
+            if is_lazy(tensor):
+                raise ValueError(f"models: {name} is not initialised yet; call the model once on a batch before")
+            if tensor.dtype in (torch.float16, torch.bfloat16) and options.cast_model_type is not False:
+                raise RuntimeError(
+                    f"models: {name} is {describe(tensor)}; give amp.initialize a float32 model, without calling "
+                    ".half() or .bfloat16() before, or cast_model_type=False to keep the dtypes of the model"
+                )
+
+
+def cast(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> list[Place]:
+    """Casts the floating-point parameters and buffers of a model in place, gradients included.
+
+    Args:
+        model: The model.
+        dtype: The dtype.
+        keep_batchnorm: Leaves batch normalisation with weights alone.
+
+    Returns:
+        What was cast, for `put_back`.
+    """
+    places = []
+    for module in model.modules():
+        if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
+            continue
+        for name, tensor in _own_tensors(module):
+            if is_castable(tensor) and tensor.dtype != dtype:
+                places.append(Place(module, name, tensor.dtype))
+                _set(module, name, tensor.detach().to(dtype))
+        _flatten(module)
+    return places
+
+
+def put_back(places: Sequence[Place], masters: dict[Tensor, Tensor]) -> None:
+    """Gives what `cast` has cast its old dtype again, and the values of the masters where there are some."""
+    for module, name, dtype in places:
+        tensor: Tensor = getattr(module, name)
+        _set(module, name, masters.get(tensor, tensor).detach().to(dtype, copy=True))
+    for module in {id(place.module): place.module for place in places}.values():
+        _flatten(module)
+
+
+def add_hooks(model: nn.Module, options: Options) -> list[Any]:
+    """Casts what goes in and comes out by hooks.
+
+    Returns:
+        Handles that remove the hooks.
+    """
+    handles: list[Any] = []
+    if options.model_dtype is not None:
+        handles.append(model.register_forward_pre_hook(CastInputs(options.model_dtype), with_kwargs=True))
+        handles.append(model.register_state_dict_post_hook(state_dict_in_float32))
+    if options.output_dtype is not None:
+        # First, so that other hooks see the outputs that the caller sees.
+        handles.append(model.register_forward_hook(CastOutputs(options.output_dtype), prepend=True))
+    if options.patch_torch_functions:
+        layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+        handles += [layer.register_forward_pre_hook(cast_to_weights, with_kwargs=True) for layer in layers]
+    return handles
+
+
+def check_trainable(tensor: Tensor) -> None:
+    """Refuses parameters of an optimizer that Apex refuses.
+
+    Raises:
+        TypeError: If it is neither float32 nor of 16 bits.
+    """
+    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"optimizers: a parameter is {describe(tensor)}; amp trains parameters of float32, float16 or bfloat16"
+        )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    tensor = getattr(module, name)
+    if not isinstance(tensor, nn.Parameter):
+        setattr(module, name, value)
+        return
+    # The parameter stays the same object, as with `module.to`: optimizers hold it.
+    grad, tensor.grad = tensor.grad, None
+    tensor.data = value
+    tensor.grad = None if grad is None else grad.to(value.dtype)
+
+
+def _flatten(module: nn.Module) -> None:
+    if isinstance(module, nn.RNNBase):
+        module.flatten_parameters()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    return type(value).__name__

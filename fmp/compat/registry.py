@@ -1,0 +1,144 @@
+"""Functions of one's own under O1: decorators that cast the arguments of a call, and rules for functions of torch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from fmp import tree
+from fmp.compat.session import current
+from fmp.policy import OpRules
+from fmp.policy.caster import Caster, casters, check_function
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+Kind = Literal["low", "full", "promote"]
+
+
+class Registry:
+    """The functions that were registered since the last session that cast."""
+
+    def __init__(self):
+        self._entries: list[tuple[Kind, Any]] = []
+
+    def add(self, kind: Kind, module: Any, name: str) -> None:
+        """Registers the function `module.name`.
+
+        Raises:
+            ValueError: If there is no such function.
+            TypeError: If it is no function of torch.
+            RuntimeError: If a session that casts has begun.
+        """
+        if current.session is not None and current.session.casting is not None:
+            raise RuntimeError(f"amp.initialize has read the registrations already; register {name} before")
+        if not hasattr(module, name):
+            owner = getattr(module, "__name__", repr(module))
+            raise ValueError(f"no function named {name} in {owner}; check the spelling of name={name!r}")
+        op = getattr(module, name)
+        OpRules().leave(op)  # raises for what no rule can be found for
+        self._entries.append((kind, op))
+
+    def take(self) -> list[tuple[Kind, Any]]:
+        """Returns what was registered, and forgets it."""
+        entries, self._entries = self._entries, []
+        return entries
+
+
+def with_entries(rules: OpRules, entries: list[tuple[Kind, Any]]) -> OpRules:
+    """Adds registered functions to op rules.
+
+    Example:
+        >>> with_entries(OpRules.apex(), [("full", torch.sigmoid)]).rule("sigmoid").kind
+        'full'
+    """
+    for kind, op in entries:
+        rules = getattr(rules, kind)(op)
+    return rules
+
+
+registry = Registry()
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Makes `module.name`, a function of torch, run in half in the next session that casts (O1).
+
+    Args:
+        module: The module or class that has the function: `torch`, `torch.nn.functional`, `torch.Tensor`.
+        name: Its name there.
+
+    Raises:
+        ValueError: If there is no such function.
+        TypeError: If it is no function of torch; use `half_function` on it.
+        RuntimeError: If a session that casts has begun.
+
+    Example:
+        >>> from fmp.compat import amp
+        >>> amp.register_half_function(torch, "sigmoid")
+        >>> model = amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", half_dtype="bf16", verbosity=0)
+        >>> torch.sigmoid(torch.zeros(1))
+        tensor([0.5000], dtype=torch.bfloat16)
+        >>> amp.shutdown()
+    """
+    registry.add("low", module, name)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Makes `module.name` run in float32, see `register_half_function`; also what makes a banned function allowed."""
+    registry.add("full", module, name)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Makes `module.name` run in the widest dtype among its arguments, see `register_half_function`."""
+    registry.add("promote", module, name)
+
+
+def half_function(fn: Fn) -> Fn:
+    """Casts the floating-point tensors in the arguments of a function to half, while O1 is on around the call.
+
+    Args:
+        fn: The function. What it calls is cast by the rules, as anywhere under O1.
+
+    Returns:
+        A function with the same arguments, which is `fn` itself while amp is off.
+
+    Example:
+        >>> from fmp.compat import amp
+        >>> @amp.half_function
+        ... def dtypes(*tensors):
+        ...     return [tensor.dtype for tensor in tensors]
+        >>> dtypes(torch.ones(1))
+        [torch.float32]
+        >>> model = amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+        >>> dtypes(torch.ones(1))
+        [torch.bfloat16]
+        >>> amp.shutdown()
+    """
+    return _casting("half_function", fn, lambda caster, found: caster.low)
+
+
+def float_function(fn: Fn) -> Fn:
+    """Casts the floating-point tensors in the arguments of a function to float32, see `half_function`."""
+    return _casting("float_function", fn, lambda caster, found: torch.float32)
+
+
+def promote_function(fn: Fn) -> Fn:
+    """Casts the floating-point tensors in the arguments of a function to the widest of them, see `half_function`."""
+    return _casting("promote_function", fn, lambda caster, found: functools.reduce(torch.promote_types, found))
+
+
+def _casting(name: str, fn: Fn, dtype_of: Callable[[Caster, list[torch.dtype]], torch.dtype]) -> Fn:
+    check_function(f"amp.{name}", fn)
+
+    @functools.wraps(fn, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        active = [caster for caster in casters() if not caster.covers and not caster.is_suspended()]
+        if not active:
+            return fn(*args, **kwargs)
+        caster = active[-1]
+        found = [leaf.dtype for leaf in tree.leaves((args, kwargs)) if caster.casts(leaf)]
+        if found:
+            dtype = dtype_of(caster, found)
+            args, kwargs = tree.map(lambda leaf: caster.cast(leaf, dtype), (args, kwargs))
+        return fn(*args, **kwargs)
+
+    return run  # pyright: ignore[reportReturnType]

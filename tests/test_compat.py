@@ -255,3 +255,21 @@ def test_function_modes_are_listed_with_the_innermost_last(compiled):
 
     run = torch.compile(places, backend="eager", fullgraph=True) if compiled else places
     assert run(torch.zeros(()))[1] == [True, True, False]
+
+
+def test_a_function_mode_leaves_the_stack_from_any_place():
+    outer = _compat.function_modes()
+    modes = [TorchFunctionMode() for _ in range(3)]
+    for mode in modes:
+        mode.__enter__()
+    assert _compat.remove_function_mode(modes[1])
+    assert _compat.function_modes() == [*outer, modes[0], modes[2]]
+    assert not _compat.remove_function_mode(modes[1])
+    assert _compat.remove_function_mode(modes[0])
+    assert _compat.remove_function_mode(modes[2])
+    assert _compat.function_modes() == outer
+
+
+@pytest.mark.parametrize("name", ["fused_adam_", "fused_adamw_", "fused_sgd_", "foreach_add"])
+def test_the_kernels_of_torch_optim_exist(name):
+    assert callable(getattr(_compat, name))

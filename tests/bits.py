@@ -38,4 +38,6 @@ def _same_leaf(a: Any, b: Any) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # A copy in fresh memory: of one element, any stride counts as contiguous, but not for a view as bytes.
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    return plain.reshape(-1).view(torch.uint8)

@@ -2,10 +2,11 @@
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
 from typing import Any
 
+import numpy as np
 import torch
 
 from fmp import tree
@@ -16,6 +17,8 @@ Tree = Any
 # Those of torch.testing.assert_close.
 _RELATIVE = {torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float32: 1.3e-6, torch.float64: 1e-7}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Of these, torch pickles a tensor into what it cannot load. (torch.save, which has a way of its own, can.)
+_NOT_PICKLED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def tensors(*trees: Tree) -> list[torch.Tensor]:
@@ -32,7 +35,13 @@ def with_tensors(like: Tree, replacements: Sequence[Any]) -> Tree:
 
 def snapshot(value: Tree) -> Tree:
     """Copies a tree, for a later look at whether it was changed in place."""
-    return tree.map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return tree.map(copied, value)
 
 
 def pickled(value: Tree) -> Tree:
@@ -45,6 +54,11 @@ def pickled(value: Tree) -> Tree:
                 return None
             classes.append(obj)
             return len(classes) - 1
+
+        def reducer_override(self, obj: Any) -> Any:
+            if not isinstance(obj, torch.Tensor) or not (obj.dtype in _NOT_PICKLED or _is_8_bit(obj)):
+                return NotImplemented
+            return torch.Tensor.view, (obj.detach().view(_BITS[obj.dtype.itemsize]), obj.dtype)
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: int) -> type:
@@ -61,6 +75,15 @@ def versions(value: Tree) -> dict[str, int]:
         path: leaf._version
         for path, leaf in tree.items(value)
         if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+    }
+
+
+def autograd_marks(value: Tree) -> dict[str, tuple[bool, Tree]]:
+    """Returns what autograd keeps at each tensor of a tree: whether it requires gradients, and a copy of its .grad."""
+    return {
+        path: (leaf.requires_grad, snapshot(leaf.grad) if leaf.is_leaf else None)
+        for path, leaf in tree.items(value)
+        if isinstance(leaf, torch.Tensor)
     }
 
 
@@ -95,14 +118,19 @@ def assert_close(found: Tree, expected: Tree, what: str, *, absolute: float = 1e
         found,
         expected,
         what,
-        lambda a, b: torch.isclose(a, b, rtol=_RELATIVE.get(a.dtype, 0.0), atol=absolute, equal_nan=True),
+        lambda a, b: torch.isclose(
+            *((a.float(), b.float()) if _is_8_bit(a) else (a, b)),
+            rtol=_RELATIVE.get(a.dtype, 0.0),
+            atol=absolute,
+            equal_nan=True,
+        ),
     )
 
 
 def assert_apart(results: Tree, what: str) -> None:
-    """Raises `Broken` where two tensors of a tree share memory."""
-    for (path, leaf), (other_path, other) in combinations(_with_memory(results), 2):
-        if _address(leaf) == _address(other):
+    """Raises `Broken` where two tensors or arrays of a tree share memory."""
+    for (path, memory, _), (other_path, other, _) in combinations(_memories(results), 2):
+        if _overlap(memory, other):
             raise Broken(f"{what} shares its memory with the one at {other_path}", path)
 
 
@@ -115,11 +143,9 @@ def assert_apart_from(results: Tree, given: Tree, what: str, *, passed_through: 
         what: What to call a result.
         passed_through: Whether a result may be an argument itself, the same object.
     """
-    memory = {_address(leaf): path for path, leaf in _with_memory(given)}
-    arguments = {id(leaf) for leaf in tensors(given)}
-    for path, leaf in _with_memory(results):
-        if _address(leaf) in memory and not (passed_through and id(leaf) in arguments):
-            raise Broken(f"{what} shares its memory with the argument at {memory[_address(leaf)]}", path)
+    for (path, memory, leaf), (other_path, other, argument) in product(_memories(results), _memories(given)):
+        if _overlap(memory, other) and not (passed_through and leaf is argument):
+            raise Broken(f"{what} shares its memory with the argument at {other_path}", path)
 
 
 def _assert_leaves(
@@ -129,18 +155,37 @@ def _assert_leaves(
     for (path, new), old in zip(tree.items(found), tree.leaves(expected), strict=True):
         if _kind(new) != _kind(old):
             raise Broken(f"{what} is {_kind(new)}, expected {_kind(old)}", path)
-        if not isinstance(new, torch.Tensor):
-            if new != old and not (new != new and old != old):
-                raise Broken(f"{what} is {new!r}, expected {old!r}", path)
-            continue
-        wrong = ~same(new.detach(), old.detach())
-        if wrong.any():
-            index = tuple(wrong.nonzero()[0].tolist())
-            element = f"element {list(index)} of " if index else ""
-            raise Broken(
-                f"{element}{what} is {new[index].item()!r}, expected {old[index].item()!r}, in {tree.describe(new)}",
-                path,
-            )
+        if isinstance(new, torch.Tensor):
+            for part, other in zip(_parts(new), _parts(old), strict=True):
+                _assert_tensor(part.detach(), other.detach(), what, path, same)
+        elif not _same_plain(new, old):
+            raise Broken(f"{what} is {new!r}, expected {old!r}", path)
+
+
+def _assert_tensor(
+    new: torch.Tensor,
+    old: torch.Tensor,
+    what: str,
+    path: str,
+    same: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    if new.shape != old.shape:  # as parts of sparse tensors may be
+        raise Broken(f"{what} has {tree.describe(new)} entries, expected {tree.describe(old)}", path)
+    if new.is_meta:  # has no values
+        return
+    wrong = ~same(new, old)
+    if wrong.any():
+        index = tuple(wrong.nonzero()[0].tolist())
+        element = f"element {list(index)} of " if index else ""
+        raise Broken(
+            f"{element}{what} is {new[index].item()!r}, expected {old[index].item()!r}, in {tree.describe(new)}", path
+        )
+
+
+def _same_plain(new: Any, old: Any) -> bool:
+    if isinstance(new, np.ndarray):
+        return np.array_equal(new, old) if new.dtype.hasobject else new.tobytes() == old.tobytes()
+    return new == old or (new != new and old != old)
 
 
 def _assert_same_structure(found: Tree, expected: Tree, what: str) -> None:
@@ -149,7 +194,26 @@ def _assert_same_structure(found: Tree, expected: Tree, what: str) -> None:
 
 
 def _kind(leaf: Any) -> str:
-    return tree.describe(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    if isinstance(leaf, torch.Tensor):
+        return tree.describe(leaf) + ("" if leaf.layout == torch.strided else f" in {leaf.layout}")
+    return f"{leaf.dtype}{list(leaf.shape)} of numpy" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    """Takes a sparse or jagged tensor apart into its entries and their places; another tensor is its only part."""
+    if tensor.layout == torch.jagged:
+        return [tensor.values(), tensor.offsets()]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return [tensor]
+
+
+def _is_8_bit(leaf: torch.Tensor) -> bool:
+    return leaf.dtype.is_floating_point and leaf.dtype.itemsize == 1
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -161,9 +225,27 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.resolve_neg().view(bits) == b.resolve_neg().view(bits)
 
 
-def _with_memory(value: Tree) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((path, leaf) for path, leaf in tree.items(value) if isinstance(leaf, torch.Tensor) and leaf.numel())
+def _memories(value: Tree) -> list[tuple[str, tuple[int, int], Any]]:
+    """Lists the leaves with memory: the path, where the memory begins and ends, and the leaf itself.
+
+    The places of the entries of a sparse or jagged tensor do not count: torch's own functions share them.
+    """
+    found = []
+    for path, leaf in tree.items(value):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+            storage = _parts(leaf)[0].untyped_storage()
+            begin, size = storage.data_ptr(), storage.nbytes() if leaf.numel() else 0
+        elif isinstance(leaf, np.ndarray):
+            whole = leaf
+            while isinstance(whole.base, np.ndarray):
+                whole = whole.base
+            begin, size = whole.ctypes.data, whole.nbytes if leaf.size else 0
+        else:
+            continue
+        if size:
+            found.append((path, (begin, begin + size), leaf))
+    return found
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _overlap(memory: tuple[int, int], other: tuple[int, int]) -> bool:
+    return memory[0] < other[1] and other[0] < memory[1]

@@ -11,6 +11,7 @@ from fmp.testing.bits import (
     assert_apart_from,
     assert_close,
     assert_same_bits,
+    autograd_marks,
     snapshot,
     tensors,
     versions,
@@ -43,12 +44,13 @@ def check_pure(
 ) -> None:
     """Checks that a function is pure: it depends on its arguments only, and does nothing but return its results.
 
-    Afterwards the CPU's random number generator, grad mode, autocast and default dtype are as before, even if the
-    function changed them.
+    Afterwards the random number generators (torch's of the CPU, Python's and numpy's), grad mode, autocast and default
+    dtype are as before, even if the function changed them.
 
     Args:
         fn: The function. Its results are compared leaf by leaf, so they must be trees of tensors and plain values.
-        *args: Its arguments: trees of tensors and whatever else it takes.
+        *args: Its arguments: trees of tensors, numpy arrays and whatever else it takes. Objects that are neither are
+            not looked into.
         may_alias: Whether results may share memory with arguments or with each other.
         vmap: Whether it must also work under `torch.func.vmap`.
         invariants: Names of the invariants to check, as `INVARIANTS["check_pure"]` has them; None for all.
@@ -71,13 +73,18 @@ def check_pure(
 
 
 def inputs_stay_unchanged(call: Call) -> None:
-    """The arguments have the same bits, structure and version counters after the call."""
-    before, counts = snapshot(call.args), versions(call.args)
+    """The arguments have the same bits, structure, version counters, requires_grad and .grad after the call."""
+    before, counts, marks = snapshot(call.args), versions(call.args), autograd_marks(call.args)
     call()
     assert_same_bits(call.args, before, "an argument")
     for path, count in versions(call.args).items():
         if count != counts[path]:
             raise Broken("the argument was written to in place, though with the values it had", path)
+    for path, (requires_grad, grad) in autograd_marks(call.args).items():
+        expected, old_grad = marks[path]
+        if requires_grad != expected:
+            raise Broken(f"requires_grad of the argument went from {expected} to {requires_grad}", path)
+        assert_same_bits({path: grad}, {path: old_grad}, "the .grad of the argument")
 
 
 def same_call_gives_the_same_bits(call: Call) -> None:
@@ -87,14 +94,13 @@ def same_call_gives_the_same_bits(call: Call) -> None:
 
 
 def global_state_stays(call: Call) -> None:
-    """Random number generators, grad and inference mode, autocast, default dtype and device are as before."""
+    """Generators of random numbers, grad and inference mode, autocast, default dtype and device are as before."""
     before = global_state()
     call()
     after = global_state()
     for name, value in before.items():
-        same = torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
-        if not same:
-            change = "has advanced" if isinstance(value, torch.Tensor) else f"went from {value} to {after[name]}"
+        if value != after[name]:
+            change = "has advanced" if isinstance(value, bytes) else f"went from {value} to {after[name]}"
             raise Broken(f"{name} {change}")
 
 

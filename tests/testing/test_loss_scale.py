@@ -129,6 +129,28 @@ class UnscalesInHalf(Good):
 
 
 @tree.dataclass
+class UnscalesInSingle(Good):
+    def unscale_leaf(self, grad):
+        found = super().unscale_leaf(grad)
+        return found.float().to(found.dtype) if isinstance(found, torch.Tensor) and grad.is_floating_point() else found
+
+
+@tree.dataclass
+class ScalesInSingle(Good):
+    def scale(self, loss):
+        found = super().scale(loss)
+        return found.float().to(found.dtype)
+
+
+@tree.dataclass
+class UnscalesInPlace(Good):
+    def unscale_leaf(self, grad):
+        if isinstance(grad, torch.Tensor) and grad.dtype == torch.float64:
+            return grad.div_(self.value)
+        return super().unscale_leaf(grad)
+
+
+@tree.dataclass
 class HidesNan(Good):
     def unscale_leaf(self, grad):
         return grad if grad is None else super().unscale_leaf(torch.nan_to_num(grad))
@@ -142,10 +164,17 @@ class FillsHoles(Good):
 
 BROKEN = [
     ("unscale_undoes_scale", UnscalesTwice, "at g: element [0] of unscale(scale(g)) at the scale 256.0 is"),
+    ("unscale_undoes_scale", UnscalesInSingle, "at g: element [0] of unscale(scale(g)) at the scale 256.0 is"),
+    ("unscale_undoes_scale", ScalesInSingle, "at g: element [0] of unscale(scale(g)) at the scale 256.0 is"),
     ("scale_stays_positive_and_finite", Unbounded, "the scale is inf and its inverse 0.0"),
     ("never_grows_after_a_non_finite_step", AlwaysGrows, "raised the scale from 256.0 to 512.0"),
     ("backs_off_after_a_non_finite_step", NeverBacksOff, "after 1 finite steps the scale is 512.0, and 512.0 after 1"),
     ("methods_are_pure", InPlace, "at 0/value: an argument is 512.0, expected 256.0, in f32[]"),
+    (
+        "methods_are_pure",
+        UnscalesInPlace,
+        "at 1/f64: element [0] of an argument is 0.00390625, expected 1.0, in f64[2]",
+    ),
     ("adjust_keeps_structure_and_dtypes", Widens, "at value: the scaler after finite=True is f64[], expected f32[]"),
     ("adjust_keeps_structure_and_dtypes", Counts, "the scaler after finite=True has the structure"),
     ("is_a_pytree_that_travels", NoTree, "NoTree is no pytree; decorate it with fmp.tree.dataclass"),
@@ -171,6 +200,29 @@ def test_each_broken_scaler_is_found(name, scaler, message):
     assert message in str(caught.value)
     with pytest.raises(AssertionError, match="check_loss_scale: "):
         check_loss_scale(make, examples=10, steps=200)
+
+
+@tree.dataclass
+class Constant:
+    """Keeps the scale of another scaler."""
+
+    inner: Good
+
+    def scale(self, loss):
+        return self.inner.scale(loss)
+
+    def unscale(self, grads):
+        return self.inner.unscale(grads)
+
+    def adjust(self, grads_finite):
+        return self
+
+
+@pytest.mark.parametrize("scaler", [UnscalesInSingle, ScalesInSingle])
+def test_lost_digits_are_found_at_any_scale(scaler):
+    check_loss_scale(lambda: Constant(Good(torch.tensor(0.3))), invariants=["unscale_undoes_scale"])
+    with pytest.raises(AssertionError, match=r"what float32 cannot hold of unscale\(scale\(g\)\) at the scale 0\.3"):
+        check_loss_scale(lambda: Constant(scaler(torch.tensor(0.3))), invariants=["unscale_undoes_scale"])
 
 
 def test_every_invariant_has_a_broken_scaler():
@@ -230,7 +282,9 @@ def test_the_same_part_fails_in_the_same_way():
     messages = set()
     for _ in range(2):
         with pytest.raises(AssertionError) as caught:
-            check_loss_scale(lambda: AlwaysGrows(torch.tensor(math.pi)), invariants=[BROKEN[2][0]])
+            check_loss_scale(
+                lambda: AlwaysGrows(torch.tensor(math.pi)), invariants=["never_grows_after_a_non_finite_step"]
+            )
         messages.add(str(caught.value))
     assert len(messages) == 1
 
@@ -240,6 +294,13 @@ def test_what_is_no_scaler_is_refused():
     for nothing in (None, fmp.DynamicLossScale, torch.tensor(1.0)):
         with pytest.raises(TypeError, match="must return an object with scale, unscale and adjust, got"):
             check_loss_scale(lambda nothing=nothing: nothing)
+
+
+def test_a_scaler_in_place_of_its_maker_is_refused():
+    scaler: Any
+    for scaler in (fmp.StaticLossScale(2.0), None):
+        with pytest.raises(TypeError, match=r"make must be a function that returns a fresh scaler, such as `lambda: "):
+            check_loss_scale(scaler)
 
 
 @pytest.mark.parametrize("name", ["examples", "steps", "hysteresis"])

@@ -1,12 +1,36 @@
+import inspect
+
 import pytest
 import torch
 
-from fmp import optim, tree
-from fmp.dtypes import is_castable
+from fmp import optim
 from fmp.testing import INVARIANTS, check_optimizer
 from tests.optim import battery
+from tests.testing.broken_optimizers import (
+    GOOD,
+    always_half,
+    counting,
+    cut_off,
+    forgetful,
+    half_gradients,
+    half_steps,
+    host_bound,
+    in_place,
+    in_place_on_half,
+    narrow_moments,
+    narrow_updates,
+    needs_a_leaf,
+    no_holes,
+    noisy,
+    rooted,
+    scalar_updates,
+    shared_result,
+    shared_state,
+    unnamed_and_forgetful,
+    unpicklable,
+    widening,
+)
 
-GOOD = optim.sgd(0.1, momentum=0.9)
 MIXED = {False: [], True: [pytest.mark.mixed_dtypes]}
 # Each third row, and all that torch's code is behind.
 SAMPLE = [(i, row) for i, row in enumerate(battery.ROWS) if i % 3 == 0 or row.cannot]
@@ -18,112 +42,6 @@ LAWS = {
 }
 
 
-def changed(update=None, init=None):
-    """Makes an optimizer that differs from a good one in what its functions return."""
-
-    def new_update(grads, state, params):
-        found = GOOD.update(grads, state, params)
-        return found if update is None else update(*found, grads, state, params)
-
-    def new_init(params):
-        state = GOOD.init(params)
-        return state if init is None else init(state, params)
-
-    return optim.GradientTransformation(new_init, new_update)
-
-
-def each(fn):
-    return lambda of: tree.map(lambda leaf: fn(leaf) if is_castable(leaf) else leaf, of)
-
-
-def narrow_moments():
-    return changed(init=lambda state, params: tree.cast(state, torch.bfloat16))
-
-
-def widening():
-    return changed(lambda updates, state, *given: (updates, tree.cast(state, torch.float64)))
-
-
-def narrow_updates():
-    return changed(lambda updates, state, *given: (tree.cast(updates, torch.bfloat16), state))
-
-
-def scalar_updates():
-    return changed(lambda updates, state, *given: (each(torch.sum)(updates), state))
-
-
-def no_holes():
-    fill = lambda update, param: torch.zeros(param.shape) if update is None and is_castable(param) else update
-    return changed(lambda updates, state, grads, old, params: (tree.map(fill, updates, params), state))
-
-
-def forgetful():
-    """Lets the moments of a leaf decay although it has no gradient."""
-    return changed(lambda updates, state, *given: (updates, each(lambda leaf: leaf * 0.5)(state)))
-
-
-def needs_a_leaf():
-    def update(updates, state, *given):
-        norms = torch.stack([leaf.sum() for leaf in tree.leaves(updates) if leaf is not None])
-        return updates, tree.replace(state, count=state.count + norms.isnan().any())
-
-    return changed(update)
-
-
-def in_place():
-    """Writes its moments into the old state."""
-
-    def update(updates, new_state, grads, state, params):
-        tree.map(lambda old, new: old.copy_(new) if is_castable(old) else old, state, new_state)
-        return updates, new_state
-
-    return changed(update)
-
-
-def noisy():
-    return changed(lambda updates, state, *given: (each(lambda leaf: leaf * torch.rand(()))(updates), state))
-
-
-def shared_result():
-    return changed(lambda updates, state, *given: (state.momentum, state))
-
-
-def shared_state():
-    view = lambda leaf: leaf[...] if is_castable(leaf) else None
-    return changed(init=lambda state, params: tree.replace(state, momentum=tree.map(view, params)))
-
-
-def host_bound():
-    def update(updates, state, grads, old, params):
-        return each(lambda leaf: leaf * (2.0 if leaf.sum() > 0 else 1.0))(updates), state
-
-    return changed(update)
-
-
-def counting():
-    """Counts in Python, so that each step compiles anew."""
-
-    def update(grads, state, params):
-        updates, inner = GOOD.update(grads, state["inner"], params)
-        return updates, {"inner": inner, "count": state["count"] + 1}
-
-    return optim.GradientTransformation(lambda params: {"inner": GOOD.init(params), "count": 0}, update)
-
-
-def cut_off():
-    return changed(lambda updates, state, *given: (each(torch.Tensor.detach)(updates), state))
-
-
-def rooted():
-    root = lambda update, grad: None if grad is None else update * (grad * grad).sqrt()
-    return changed(lambda updates, state, grads, *given: (tree.map(root, updates, grads), state))
-
-
-def unpicklable():
-    update = lambda grads, state, params: (GOOD.update(grads, state[0], params)[0], state)
-    return optim.GradientTransformation(lambda params: (GOOD.init(params), lambda: None), update)
-
-
 BROKEN = [
     (
         "state_keeps_structure_and_dtypes",
@@ -132,6 +50,8 @@ BROKEN = [
     ),
     ("updates_are_wide", narrow_updates, "at empty: the update of f16[0,2] is bf16[0,2]"),
     ("updates_are_wide", scalar_updates, "at empty: the update of f16[0,2] is f32[]"),
+    ("half_precision_changes_no_update", half_steps, "the update of f16 by a gradient in f16 is"),
+    ("half_precision_changes_no_update", half_gradients, "the update of f16 by a gradient in f32 is"),
     ("moments_are_wide", narrow_moments, "at momentum/empty: the state is bf16[0,2] for parameters in f16"),
     ("zero_gradients_change_nothing", lambda: optim.sgd(0.1, weight_decay=0.1), "for a gradient of zeros"),
     (
@@ -140,8 +60,14 @@ BROKEN = [
         "at empty: the update is f32[0,2] though the gradient is None",
     ),
     ("leaves_without_gradient_are_left_alone", forgetful, "the state of a leaf whose gradient is None is"),
+    (
+        "leaves_without_gradient_are_left_alone",
+        unnamed_and_forgetful,
+        "at 1/4: it is the state of layer/weight, which had no gradient, and was [[",
+    ),
     ("empty_trees_work", needs_a_leaf, "RuntimeError: stack expects a non-empty"),
     ("update_is_pure", in_place, "at 1/momentum/layer/bias: element [0] of an argument is"),
+    ("update_is_pure", in_place_on_half, "at 0/empty: the argument was written to in place"),
     ("update_is_pure", noisy, "of the result of a second call is"),
     ("nothing_is_aliased", shared_result, "at 0/layer/bias: a result shares its memory with the one at 1/momentum/"),
     ("nothing_is_aliased", shared_state, "at 0/momentum/layer/bias: the state shares its memory with the one at 1/"),
@@ -149,6 +75,7 @@ BROKEN = [
     ("compiled_equals_eager", host_bound, "Unsupported"),
     ("compiled_equals_eager", counting, "Detected recompile"),
     ("update_is_differentiable", cut_off, "Jacobian mismatch"),
+    ("update_is_differentiable", always_half, "Jacobian mismatch"),
     ("derivative_at_zero_is_finite", rooted, "at layer/bias: the derivative by a gradient of zeros is [nan, nan]"),
     ("state_travels", unpicklable, "pickle"),
     ("skipped_step_leaves_the_state", in_place, "at opt_state/momentum/layer/bias: element [0] of the state after"),
@@ -164,6 +91,14 @@ def test_each_broken_optimizer_is_found(name, make, message):
     assert message in str(caught.value)
     with pytest.raises(AssertionError, match="check_optimizer: "):
         check_optimizer(make(), examples=10)
+
+
+def test_every_exception_of_a_row_has_its_option():
+    options = inspect.signature(check_optimizer).parameters
+    for row in battery.ROWS:
+        for law in row.cannot:
+            assert law in LAWS, f"no option turns off {law}, which {row.name} cannot keep"
+            assert LAWS[law] in options
 
 
 def test_every_invariant_has_a_broken_optimizer():
@@ -199,6 +134,12 @@ def test_the_parameters_can_be_chosen():
     with pytest.raises(AssertionError, match=r"none of the patterns \['backbone\.\*'\] matches"):
         check_optimizer(tx, invariants=["update_is_pure"])
     check_optimizer(tx, params={"backbone.w": torch.ones(2), "head.w": torch.ones(2)}, compile=False, examples=5)
+
+
+@pytest.mark.parametrize("dtypes", [[], (), [torch.int32], torch.float16, [torch.float8_e4m3fn], ["f16"]])
+def test_bad_dtypes_are_refused(dtypes):
+    with pytest.raises(ValueError, match=r"dtypes must be a list of some of \['f16', 'bf16', 'f32', 'f64'\], got"):
+        check_optimizer(GOOD, dtypes=dtypes)
 
 
 def test_bad_arguments():

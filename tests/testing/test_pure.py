@@ -1,5 +1,7 @@
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +30,21 @@ def return_twice(x):
     return {"a": y, "b": y[:1]}
 
 
+def ask_for_gradients(x):
+    x.requires_grad_()
+    return x.detach() * 2
+
+
+def set_grad(x):
+    x.grad = torch.ones_like(x)
+    return x * 2
+
+
+def write_around_autograd(x):
+    x.data.mul_(2)
+    return x * 2
+
+
 def counting():
     calls = itertools.count(1)
     return lambda x: {"y": x * next(calls)}
@@ -36,9 +53,18 @@ def counting():
 BROKEN = [
     ("inputs_stay_unchanged", lambda x: x.mul_(2), "at 0: element [0] of an argument is 2.0, expected 1.0, in f32[2]"),
     ("inputs_stay_unchanged", write_what_is_there, "at 0: the argument was written to in place"),
+    (
+        "inputs_stay_unchanged",
+        write_around_autograd,
+        "at 0: element [0] of an argument is 2.0, expected 1.0, in f32[2]",
+    ),
+    ("inputs_stay_unchanged", ask_for_gradients, "at 0: requires_grad of the argument went from False to True"),
+    ("inputs_stay_unchanged", set_grad, "at 0: the .grad of the argument is f32[2], expected NoneType"),
     ("same_call_gives_the_same_bits", counting(), "at y: element [0] of the result of a second call is 2.0, expected"),
     ("same_call_gives_the_same_bits", lambda x: x * torch.rand(()), "element [0] of the result of a second call is"),
     ("global_state_stays", lambda x: x * torch.rand(()), "the random number generator of the CPU has advanced"),
+    ("global_state_stays", lambda x: x * random.random(), "Python's random number generator has advanced"),
+    ("global_state_stays", lambda x: x * float(np.random.rand()), "numpy's random number generator has advanced"),
     ("global_state_stays", change_default_dtype, "the default dtype went from torch.float32 to torch.float64"),
     ("global_state_stays", stop_recording, "grad mode went from True to False"),
     ("outputs_do_not_alias_inputs", lambda x: {"y": x[:1]}, "at y: a result shares its memory with the argument at 0"),
@@ -65,6 +91,67 @@ def test_each_broken_function_is_found(name, fn, message):
 
 def test_every_invariant_has_a_broken_function():
     assert {name for name, *_ in BROKEN} == INVARIANTS["check_pure"].keys()
+
+
+def test_gradients_added_to_those_of_the_caller_are_found():
+    x = torch.ones(2, requires_grad=True)
+    x.grad = torch.ones(2)
+
+    def differentiate(x):
+        with torch.enable_grad():
+            (x * 2).sum().backward()
+
+    with pytest.raises(
+        AssertionError, match=r"at 0: element \[0\] of the \.grad of the argument is 3\.0, expected 1\.0"
+    ):
+        check_pure(differentiate, x)
+
+
+OTHER_TENSORS = {
+    "numpy": lambda: np.ones(3),
+    "numpy scalar": lambda: np.float32(3.0),
+    "numpy objects": lambda: np.array(["a", None], dtype=object),
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "f8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "u32": lambda: torch.ones(3).to(torch.uint32),
+    "c64": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_arguments_and_results_of_other_kinds(name):
+    copy = lambda x: x.clone() if isinstance(x, torch.Tensor) else x.copy()
+    check_pure(copy, OTHER_TENSORS[name]())
+
+
+def test_float8_under_vmap():
+    check_pure(lambda x: x.clone(), torch.ones(3).to(torch.float8_e5m2), vmap=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "message"),
+    [
+        (
+            "numpy",
+            lambda x: np.multiply(x, 2, out=x),
+            "an argument is array([2., 2., 2.]), expected array([1., 1., 1.])",
+        ),
+        ("numpy", lambda x: x[1:], "a result shares its memory with the argument at 0"),
+        ("numpy", lambda x: torch.from_numpy(x)[1:], "a result shares its memory with the argument at 0"),
+        ("numpy", lambda x: (y := x * 2, y[1:]), "at 0: a result shares its memory with the one at 1"),
+        ("coo", lambda x: x.mul_(2), "at 0: element [0] of an argument is 2.0, expected 1.0"),
+        ("coo", lambda x: x, "a result shares its memory with the argument at 0"),
+        ("coo", lambda x: x.copy_(torch.zeros(3, 3).to_sparse()), "an argument has f32[0] entries, expected f32[3]"),
+        ("f8", lambda x: x.copy_(x.float() * 2), "an argument is 2.0, expected 1.0, in f8e4m3[3]"),
+        ("jagged", lambda x: x.mul_(2), "an argument is 2.0, expected 1.0"),
+    ],
+)
+def test_arguments_of_other_kinds_are_looked_at(name, fn, message):
+    with pytest.raises(AssertionError) as caught:
+        check_pure(fn, OTHER_TENSORS[name]())
+    assert message in str(caught.value)
 
 
 def test_a_container_that_grows_is_found():
@@ -96,11 +183,15 @@ def test_sharing_is_allowed_on_request():
 
 
 def test_global_state_is_put_back():
-    generator = torch.get_rng_state()
+    generator, of_python, of_numpy = torch.get_rng_state(), random.getstate(), repr(np.random.get_state(legacy=False))
     with pytest.raises(AssertionError, match="same_call_gives_the_same_bits"):
         check_pure(lambda x: change_default_dtype(x) * torch.rand((), dtype=x.dtype), torch.ones(2))
+    with pytest.raises(AssertionError, match="same_call_gives_the_same_bits"):
+        check_pure(lambda x: x * random.random() * float(np.random.rand()), torch.ones(2))
     assert torch.get_default_dtype() == torch.float32
     assert torch.equal(torch.get_rng_state(), generator)
+    assert random.getstate() == of_python
+    assert repr(np.random.get_state(legacy=False)) == of_numpy
 
 
 def test_bad_arguments():

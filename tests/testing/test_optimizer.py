@@ -20,12 +20,15 @@ from tests.testing.broken_optimizers import (
     narrow_moments,
     narrow_updates,
     needs_a_leaf,
+    never_skips,
+    never_unscales,
     no_holes,
     noisy,
     rooted,
     scalar_updates,
     shared_result,
     shared_state,
+    takes_what_is_not_given,
     unnamed_and_forgetful,
     unpicklable,
     widening,
@@ -79,6 +82,9 @@ BROKEN = [
     ("derivative_at_zero_is_finite", rooted, "at layer/bias: the derivative by a gradient of zeros is [nan, nan]"),
     ("state_travels", unpicklable, "pickle"),
     ("skipped_step_leaves_the_state", in_place, "at opt_state/momentum/layer/bias: element [0] of the state after"),
+    ("fused_means_update", never_skips, "of the result of a skipped fused with donate=False for"),
+    ("fused_means_update", never_unscales, "of the result of fused with donate=False for"),
+    ("fused_means_update", takes_what_is_not_given, "of what fused was given with donate=False for"),
 ]
 
 
@@ -103,6 +109,15 @@ def test_every_exception_of_a_row_has_its_option():
 
 def test_every_invariant_has_a_broken_optimizer():
     assert {name for name, *_ in BROKEN} == INVARIANTS["check_optimizer"].keys()
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optim.sgd(0.1, fused=True), optim.sgd(0.1, momentum=0.9, fused=True), optim.adam(0.1, fused=True)],
+    ids=["sgd", "momentum", "adam"],
+)
+def test_fmps_one_pass_forms_pass(tx):
+    check_optimizer(tx, compile=False, examples=5)
 
 
 @pytest.mark.parametrize("index", [pytest.param(i, id=row.name, marks=MIXED[row.mixes]) for i, row in SAMPLE])

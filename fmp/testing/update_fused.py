@@ -1,0 +1,55 @@
+"""The law of an optimizer's one-pass form."""
+
+from typing import Any
+
+import torch
+
+from fmp import tree
+from fmp.dtypes import full_precision, short_name
+from fmp.optim import apply_updates
+from fmp.testing.bits import assert_close, assert_same_bits, assert_same_kind, snapshot
+from fmp.testing.optimizer_case import Case
+
+Tree = Any
+
+
+def fused_means_update(case: Case) -> None:
+    """The one-pass form, if any, gives what update gives, skips bit for bit, and overwrites only what is donated."""
+    fused = case.tx.fused
+    if fused is None:
+        return
+    for dtype in case.dtypes:
+        params = case.params(dtype)
+        state, grads = case.advanced(params), case.grads(params, torch.float32)
+        updates, expected_state = case.tx.update(grads, state, params)
+        expected = apply_updates(params, updates)
+        doubled = tree.map(lambda grad: None if grad is None else grad * 2.0, grads)
+        before = snapshot((doubled, state, params))
+        half, one = torch.tensor(0.5), torch.tensor(1.0)
+        for donate in (False, True):
+            what = f"with donate={donate} for {short_name(dtype)} parameters"
+            for inv_scale, clip in ((half, one), (one, half), (half, None), (None, half)):
+                given, given_state, given_params = snapshot(before)
+                found, low, found_state = fused(
+                    given,
+                    given_state,
+                    given_params,
+                    inv_scale=inv_scale,
+                    clip=clip,
+                    finite=torch.tensor(True),
+                    cast_dtype=torch.bfloat16,
+                    donate=donate,
+                )
+                if not donate:
+                    assert_same_bits((given, given_state, given_params), before, f"what fused was given {what}")
+                assert_same_kind((found, found_state), (expected, expected_state), f"the result of fused {what}")
+                if dtype == full_precision(dtype):  # narrower ones may round to a neighbour
+                    assert_close((found, found_state), (expected, expected_state), f"the result of fused {what}")
+                assert_same_bits(low, tree.cast(found, torch.bfloat16), f"`low` {what}")
+            given, given_state, given_params = snapshot(before)
+            options = {"inv_scale": None, "clip": None, "cast_dtype": None}
+            found, low, found_state = fused(
+                given, given_state, given_params, finite=torch.tensor(False), donate=donate, **options
+            )
+            assert_same_bits((found, found_state), (before[2], before[1]), f"the result of a skipped fused {what}")
+            assert_same_bits(low, None, f"`low` without a cast_dtype {what}")

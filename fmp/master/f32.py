@@ -11,7 +11,7 @@ References:
 
 import torch
 
-from fmp.dtypes import full_precision
+from fmp.dtypes import full_precision, short_name
 from fmp.master.form import Form
 
 Tensor = torch.Tensor
@@ -37,7 +37,16 @@ def init(param: Tensor, source: Tensor) -> Tensor:
 
 
 def merge(param: Tensor, rest: Tensor) -> Tensor:
-    """Returns the copy."""
+    """Returns the copy.
+
+    Raises:
+        TypeError: If it is what another form keeps.
+    """
+    if rest.dtype != full_precision(param.dtype):
+        raise TypeError(
+            f"a master of the form 'f32' is in {short_name(full_precision(param.dtype))}, and this one is in "
+            f"{short_name(rest.dtype)}; pass form=policy.master_form"
+        )
     return rest
 
 

@@ -66,6 +66,9 @@ def merge(params: Tree, master: Tree, *, form: str | None = "f32") -> Tree:
         params: The parameters.
         master: Their masters, of the same structure.
         form: The form of the masters.
+
+    Raises:
+        TypeError: If the form is `"f32"` and a master is what another form keeps.
     """
     chosen = _form(form)
 

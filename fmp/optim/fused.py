@@ -183,7 +183,12 @@ def shares_memory(leaves: Sequence[Any], *others: Tree) -> bool:
     Args:
         leaves: Leaves, each of them looked at once.
         *others: Trees that may share memory among themselves.
+
+    Returns:
+        Whether they do; true under a torch.func transform, where nobody can tell.
     """
+    if _compat.transform_active():
+        return True
     inside = _addresses(leaves)
     found = set(inside)
     return len(found) < len(inside) or not found.isdisjoint(_addresses(tree.leaves(others)))

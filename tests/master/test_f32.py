@@ -140,3 +140,11 @@ def test_no_form_is_that_of_a_policy_without_masters():
     none = master.init(params, form=None)
     assert master.merge(params, none, form=fmp.opt_level("O1").master_form) == params
     assert none == {"w": None}
+
+
+@pytest.mark.parametrize("form", ["remainder", "kahan"])
+def test_what_another_form_keeps_is_no_master(form):
+    params = {"w": torch.ones(2, dtype=torch.bfloat16)}
+    rest = master.init(params, form=form)
+    with pytest.raises(TypeError, match=r"'f32' is in f32, and this one is in (i|bf)16; pass form=policy\.master_form"):
+        master.merge(params, rest)

@@ -12,7 +12,7 @@ from fmp import (
     random as random,
     tree as tree,
 )
-from fmp.errors import BannedOpError as BannedOpError
+from fmp.errors import BannedOpError as BannedOpError, RematError as RematError
 from fmp.gradients import grad as grad, value_and_grad as value_and_grad
 from fmp.module import Model as Model, functionalize as functionalize
 from fmp.policy import (
@@ -26,6 +26,7 @@ from fmp.policy import (
     opt_level as opt_level,
     promote as promote,
 )
+from fmp.rematerialization import checkpoint_name as checkpoint_name, remat as remat, saveable as saveable
 from fmp.scaling import (
     DynamicLossScale as DynamicLossScale,
     NoOpLossScale as NoOpLossScale,
@@ -51,6 +52,7 @@ __all__ = [
     "NoOpLossScale",
     "OpRules",
     "Policy",
+    "RematError",
     "StaticLossScale",
     "TrainState",
     "TrainStep",
@@ -58,6 +60,7 @@ __all__ = [
     "autocast",
     "cast",
     "checkpoint",
+    "checkpoint_name",
     "errors",
     "explain",
     "full_precision",
@@ -71,6 +74,8 @@ __all__ = [
     "optim",
     "promote",
     "random",
+    "remat",
+    "saveable",
     "select",
     "train_step",
     "tree",

@@ -227,9 +227,10 @@ VMAP: Any = _functorch.TransformType.Vmap
 JVP: Any = _functorch.TransformType.Jvp
 
 
-def plain_forward_mode_active() -> bool:
-    """Says whether `torch.autograd.forward_ad` is in use without a torch.func transform that would have begun it."""
-    return forward_ad._current_level >= 0 and JVP not in transforms()
+@constant_while_tracing
+def tracing_a_transform() -> bool:
+    """Says whether a torch.func transform is in progress, while torch.compile traces."""
+    return transform_active()
 
 
 def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,8 +266,8 @@ def saved_tensors_hooks_allowed() -> bool:
 
 
 @contextmanager
-def as_new_tensor() -> Iterator[None]:
-    """Makes `detach` return a tensor that autograd takes for no view of another one."""
+def counting_changes() -> Iterator[None]:
+    """Lets a view that a dispatch mode makes count its changes together with the tensor that it shows."""
     with cast(Any, torch._C)._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         yield
 

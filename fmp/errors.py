@@ -14,3 +14,7 @@ class DonatedStateError(RuntimeError):
 
 class CheckpointError(ValueError):
     """A checkpoint is incomplete, damaged, or does not fit the tree it is loaded into."""
+
+
+class RematError(RuntimeError):
+    """A function given to `fmp.remat` cannot be recomputed to the same gradient, or was not."""

@@ -1,0 +1,173 @@
+"""What surrounds a call and decides what it computes: taken down at the call, restored when the call is made again.
+
+function modes      fmp's own are forked: a copy starts where the original stood. Others are entered as they are.
+torch.autocast      with its cache off, which would hold on to casts of another pass
+default dtype       the default device is a function mode
+random state        of the CPU, of the CUDA devices in use, and of the generators that the call can reach
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fmp import _compat
+from fmp.dropout import SeededRandomness
+from fmp.policy.caster import Caster
+from fmp.policy.op_rules import OpRules
+
+
+class _Casting(NamedTuple):
+    """A caster, as it stood."""
+
+    rules: OpRules
+    low: torch.dtype
+    covers: int
+    suspended: bool
+
+
+class _Seeded(NamedTuple):
+    """Seeded randomness, as it stood."""
+
+    seed: Tensor
+    calls: int
+
+
+class RandomState(NamedTuple):
+    """The states of random generators."""
+
+    cpu: Tensor
+    cuda: tuple[tuple[int, Tensor], ...]
+    generators: tuple[tuple[torch.Generator, Tensor], ...]
+
+
+class Ambient:
+    """What surrounds the caller.
+
+    Args:
+        tensors: The tensors of the call; their CUDA devices are the ones whose random state is kept.
+        generators: Random generators whose state is kept.
+        preserve_rng_state: Whether random state is kept at all.
+
+    Attributes:
+        seeds: The seeds of the modes around. They may be wrapped by a transform, so they are operands like any tensor.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor] = (),
+        generators: Iterable[torch.Generator] = (),
+        preserve_rng_state: bool = True,
+    ):
+        self._originals = [mode for mode in _compat.function_modes() if isinstance(mode, SeededRandomness)]
+        self._modes = [_as_it_stands(mode) for mode in _compat.function_modes()]
+        self._autocast = {device: torch.get_autocast_dtype(device) for device in _compat.autocast_devices()}
+        self._default_dtype = torch.get_default_dtype()
+        self._random = random_state(tensors, generators) if preserve_rng_state else None
+        self.seeds = [state.seed for state in self._modes if isinstance(state, _Seeded)]
+
+    @contextmanager
+    def entered(
+        self,
+        seeds: Sequence[Tensor],
+        operands: Sequence[Tensor] = (),
+        outermost: TorchFunctionMode | None = None,
+    ) -> Iterator[list[SeededRandomness]]:
+        """Restores all but the random state, whatever surrounds the caller now.
+
+        Args:
+            seeds: What to use in place of `seeds`.
+            operands: Tensors that exist before and after; a caster casts each once.
+            outermost: A mode to put around all others.
+
+        Yields:
+            The copies of the seeded modes.
+        """
+        with ExitStack() as stack:
+            for device in {*self._autocast, *_compat.autocast_devices()}:
+                dtype, on = self._autocast.get(device), device in self._autocast
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False))
+            if torch.get_default_dtype() != self._default_dtype:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._default_dtype)
+            stack.enter_context(_compat.replaced_function_modes())
+            if outermost is not None:
+                _compat.push_function_mode(outermost)
+            remaining = iter(seeds)
+            forks: list[SeededRandomness] = []
+            for state in self._modes:
+                if isinstance(state, _Casting):
+                    mode: TorchFunctionMode = _fork(state, operands)
+                    if state.suspended:
+                        stack.enter_context(torch.autocast("cpu", enabled=False))
+                elif isinstance(state, _Seeded):
+                    mode = SeededRandomness(next(remaining), state.calls)
+                    forks.append(mode)
+                else:
+                    mode = state
+                _compat.push_function_mode(mode)
+            yield forks
+
+    @contextmanager
+    def drawing_again(self) -> Iterator[None]:
+        """Restores the random state, and puts back afterwards what it was."""
+        if self._random is None:
+            yield
+            return
+        state = self._random
+        before = RandomState(
+            torch.get_rng_state(),
+            tuple([(device, torch.cuda.get_rng_state(device)) for device, _ in state.cuda]),
+            tuple([(generator, generator.get_state()) for generator, _ in state.generators]),
+        )
+        set_random_state(state)
+        try:
+            yield
+        finally:
+            set_random_state(before)
+
+    def drawn(self, forks: Sequence[SeededRandomness]) -> list[int]:
+        """Counts the draws that the copies have made."""
+        states = [state for state in self._modes if isinstance(state, _Seeded)]
+        return [fork.calls - state.calls for state, fork in zip(states, forks, strict=True)]
+
+    def settle(self, draws: Sequence[int] = ()) -> None:
+        """Lets the modes around go on after the draws that their copies made, and lets go of them."""
+        for mode, count in zip(self._originals, draws, strict=False):
+            mode.calls += count
+        self._originals = []
+
+
+def random_state(tensors: Iterable[Tensor], generators: Iterable[torch.Generator]) -> RandomState:
+    """Reads the state of the CPU's generator, of those of the CUDA devices in use, and of the given ones."""
+    devices = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
+    if torch.cuda.is_initialized():
+        devices.add(torch.cuda.current_device())
+    return RandomState(
+        torch.get_rng_state(),
+        tuple([(device, torch.cuda.get_rng_state(device)) for device in sorted(devices)]),
+        tuple([(generator, generator.get_state()) for generator in generators]),
+    )
+
+
+def set_random_state(state: RandomState) -> None:
+    torch.set_rng_state(state.cpu)
+    for device, numbers in state.cuda:
+        torch.cuda.set_rng_state(numbers, device)
+    for generator, numbers in state.generators:
+        generator.set_state(numbers)
+
+
+def _as_it_stands(mode: TorchFunctionMode) -> Any:
+    if isinstance(mode, Caster):
+        return _Casting(mode.rules, mode.low, mode.covers, mode.is_suspended())
+    return _Seeded(mode.seed, mode.calls) if isinstance(mode, SeededRandomness) else mode
+
+
+def _fork(state: _Casting, operands: Sequence[Tensor]) -> Caster:
+    caster = Caster(state.rules, state.low, list(operands))
+    caster.covers = state.covers
+    return caster

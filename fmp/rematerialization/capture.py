@@ -1,0 +1,252 @@
+"""Finds the tensors that a call can reach, so that they become operands: what is not one gets no gradient.
+
+    fn, args  ->  tensors [t0, t1, ...]  and  rebuild([t0, t1, ...]) = fn, args with these tensors in their places
+
+Reached are the arguments and containers among them, closure cells, default arguments, partials, bound methods, global
+variables that the code names, the helper functions behind any of these, and the tensors of modules. A function is
+copied only where a tensor was found behind it; a module stays the same object, and its tensors are swapped for a while.
+
+Not reached are the attributes of other objects, and what lies behind a compiled function.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fmp import _compat, tree
+from fmp.errors import RematError
+
+# Makes a value anew around other tensors. `made` holds the functions that are made, because they may call each other.
+Rebuild = Callable[[Sequence[Tensor], dict[int, Any]], Any]
+
+_ATOMS = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device, type, types.ModuleType)
+# The globals of these are their own business, and hold no tensors.
+_LIBRARIES = ("torch", "optree", "numpy", "fmp", "functools", "contextlib")
+
+
+class Place(NamedTuple):
+    """Where a module keeps a tensor: one of its dictionaries, the key there, and the slot of the tensor."""
+
+    table: dict[str, Any]
+    key: str
+    slot: int
+    name: str
+
+
+class Capture:
+    """The tensors that a value can reach, and the way to make the value anew around others.
+
+    Args:
+        value: Anything, for example a function with its arguments.
+
+    Attributes:
+        value: The value.
+        tensors: The tensors, each once.
+        count: How many there are.
+        generators: The random generators that it can reach.
+    """
+
+    def __init__(self, value: Any):
+        self.tensors: list[Tensor] = []
+        self.generators: list[torch.Generator] = []
+        self._slots: dict[int, int] = {}
+        self._known: dict[int, tuple[Any, Rebuild | None]] = {}
+        self._places: dict[int, list[Place]] = {}
+        self.value = value
+        self._rebuild = self._visit(value)
+        self._known.clear()
+        self.count = len(self.tensors)
+
+    def add(self, tensor: Tensor) -> int:
+        """Gives a tensor a slot; returns which."""
+        slot = self._slots.setdefault(id(tensor), len(self.tensors))
+        if slot == len(self.tensors):
+            self.tensors.append(tensor)
+        return slot
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
+        """Makes the value anew around other tensors, one for each slot."""
+        return self.value if self._rebuild is None else self._rebuild(tensors, {})
+
+    @contextmanager
+    def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Puts other tensors into the modules that the value can reach.
+
+        Raises:
+            RematError: If a module replaced one of them meanwhile, which would be lost.
+        """
+        places = [place for places in self._places.values() for place in places]
+        before = [place.table[place.key] for place in places]
+        for place in places:
+            place.table[place.key] = tensors[place.slot]
+        try:
+            yield
+            self.check_modules(tensors)
+        finally:
+            for place, tensor in zip(places, before, strict=True):
+                place.table[place.key] = tensor
+
+    def forget(self) -> None:
+        """Lets go of the tensors; what is needed to make the value anew stays."""
+        self.tensors = []
+        if self._rebuild is not None:
+            self.value = None
+
+    def name(self, slot: int) -> str:
+        """Describes where a tensor was found."""
+        for place in [place for places in self._places.values() for place in places]:
+            if place.slot == slot:
+                return f"the module's {place.name}"
+        for path, leaf in tree.items(self.value):
+            if slot < len(self.tensors) and leaf is self.tensors[slot]:
+                return f"its argument {path.partition('/')[2]}"
+        return "a tensor that it closes over"
+
+    def check_modules(self, tensors: Sequence[Tensor]) -> None:
+        """Checks that the modules hold some tensors still.
+
+        Raises:
+            RematError: If one does not.
+        """
+        for place in [place for places in self._places.values() for place in places]:
+            if place.table.get(place.key) is not tensors[place.slot]:
+                raise RematError(
+                    f"remat: the function gave the module's {place.name} a new value, which a recomputation would do "
+                    "twice; return the value instead, for example with fmp.functionalize(module).apply"
+                )
+
+    def _visit(self, value: Any) -> Rebuild | None:
+        """Returns how to make a value anew; None for one that reaches no tensor and can stay as it is."""
+        if isinstance(value, Tensor):
+            slot = self.add(value)
+            return lambda tensors, made: tensors[slot]
+        if isinstance(value, _ATOMS):
+            return None
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, torch.Generator):
+            if not any(value is generator for generator in self.generators):
+                self.generators.append(value)
+            return None
+        if isinstance(value, types.MethodType):
+            return self._method(value)
+        if isinstance(value, functools.partial):
+            return self._partial(value)
+        return self._container(value)
+
+    def _container(self, value: Any) -> Rebuild | None:
+        if optree.tree_is_leaf(value, none_is_leaf=True):
+            return None
+        self._known[id(value)] = (value, None)  # a container that holds itself has no tree
+        leaves, spec = tree.flatten(value)
+        parts = [self._visit(leaf) for leaf in leaves]
+        if not any(parts):
+            return None
+        leaves = [None if part else leaf for part, leaf in zip(parts, leaves, strict=True)]
+
+        def rebuild(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:
+            filled = [part(tensors, made) if part else leaf for part, leaf in zip(parts, leaves, strict=True)]
+            return tree.unflatten(spec, filled)
+
+        self._known[id(value)] = (value, rebuild)
+        return rebuild
+
+    def _method(self, value: types.MethodType) -> Rebuild | None:
+        parts = self._visit((value.__func__, value.__self__))
+        return None if parts is None else lambda tensors, made: types.MethodType(*parts(tensors, made))
+
+    def _partial(self, value: functools.partial[Any]) -> Rebuild | None:
+        parts = self._visit((value.func, value.args, value.keywords))
+        if parts is None:
+            return None
+
+        def rebuild(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:
+            func, args, keywords = parts(tensors, made)
+            return functools.partial(func, *args, **keywords)
+
+        return rebuild
+
+    def _module(self, module: nn.Module) -> None:
+        for path, part in module.named_modules():
+            if id(part) in self._places:
+                continue
+            attributes = vars(part)
+            self._places[id(part)] = [
+                Place(table, key, self.add(tensor), f"{path}.{key}".removeprefix("."))
+                for table in (part._parameters, part._buffers, attributes)
+                for key, tensor in table.items()
+                if isinstance(tensor, Tensor)
+            ]
+
+    def _function(self, function: types.FunctionType) -> Rebuild | None:
+        if _compat.is_compiled(function):
+            return None
+        key = id(function)
+
+        def again(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:
+            return made[key] if key in made else rebuild(tensors, made)
+
+        # A function that can reach itself is always made anew.
+        self._known[key] = (function, again)
+        closure = function.__closure__ or ()
+        in_cells = [self._visit(cell.cell_contents) if _is_full(cell) else None for cell in closure]
+        in_defaults = self._visit((function.__defaults__, function.__kwdefaults__))
+        in_globals = {name: part for name, value in _named_globals(function) if (part := self._visit(value))}
+        if not any((*in_cells, in_defaults, in_globals)):
+            self._known[key] = (function, None)
+            return None
+        # None of these may hold on to a tensor that has a slot.
+        cells = [None if part else cell for part, cell in zip(in_cells, closure, strict=True)]
+        defaults = None if in_defaults else (function.__defaults__, function.__kwdefaults__)
+        code, scope, name = function.__code__, function.__globals__, function.__name__
+        attributes = {key: value for key, value in vars(function).items() if key != "__wrapped__"}
+
+        def rebuild(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:
+            new_cells = tuple([types.CellType() if cell is None else cell for cell in cells])
+            new_scope = dict(scope) if in_globals else scope
+            made[key] = new = types.FunctionType(code, new_scope, name, None, new_cells)
+            vars(new).update(attributes)
+            for part, cell in zip(in_cells, new_cells, strict=True):
+                if part:
+                    cell.cell_contents = part(tensors, made)
+            for variable, part in in_globals.items():
+                new_scope[variable] = part(tensors, made)
+            new.__defaults__, new.__kwdefaults__ = in_defaults(tensors, made) if in_defaults else defaults
+            return new
+
+        return again
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # there is no other way to ask
+    except ValueError:
+        return False
+    return True
+
+
+def _named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yields the global variables that a function, or one defined inside of it, names, if they may hold tensors."""
+    scope = function.__globals__
+    if str(scope.get("__name__")).partition(".")[0] in _LIBRARIES:
+        return
+    for name in _names(function.__code__):
+        value = scope.get(name)
+        if value is not None and not isinstance(value, _ATOMS):
+            yield name, value
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *(name for constant in inner for name in _names(constant))]))

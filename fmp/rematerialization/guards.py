@@ -1,0 +1,148 @@
+"""What is refused in a function given to remat, because its gradient would be wrong without a word."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fmp import _compat, tree
+from fmp.errors import RematError
+from fmp.rematerialization.capture import Capture
+
+DeterminismCheck = Literal["default", "none", "bitwise"]
+
+_PASS = (
+    "pass it as an argument. remat finds by itself what is in closures, default arguments, partials, global variables, "
+    "bound methods, modules and containers, but not what is an attribute of another object"
+)
+
+
+# These say nothing about the numbers.
+_HARMLESS = (
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point),
+)
+
+
+class Guard(TorchFunctionMode):
+    """Raises when a torch function reads a tensor of a transform that is not in progress here.
+
+    A torch.autograd.Function runs below the transforms around it. There, torch takes such a tensor for a constant.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Checks one call, then makes it."""
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():  # of a compiled block inside, which is given all that it reads
+            _check(func, args)
+            _check(func, kwargs.values())
+        return func(*args, **kwargs)
+
+
+def _check(func: Any, values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            tracked = _compat.wrapped_by_transform(value) and _compat.belongs_to_ended_level(
+                value, _compat.transforms()
+            )
+            if tracked and func not in _HARMLESS:
+                raise RematError(
+                    f"remat: {getattr(func, '__name__', func)} reads a tensor, {tree.describe(value)}, that a transform "
+                    f"around the call tracks and that is no operand of the function, so it would get no gradient; {_PASS}"
+                )
+        elif isinstance(value, list | tuple):
+            _check(func, value)
+
+
+def check_not_recorded(result: Any) -> None:
+    """Refuses a result that autograd has recorded although no operand required grad.
+
+    Raises:
+        RematError: If there is one.
+    """
+    for path, leaf in tree.items(result):
+        if isinstance(leaf, Tensor) and _compat.below_transforms(leaf).requires_grad:
+            raise RematError(
+                f"remat: the result{f' {path!r}' if path else ''}, {tree.describe(leaf)}, was computed from a tensor "
+                f"that requires grad and is no operand of the function, so it would get no gradient; {_PASS}"
+            )
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Reads how often each tensor was changed in place; inference tensors do not know."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def check_not_written(before: Sequence[int | None], operands: Sequence[Tensor], capture: Capture) -> None:
+    """Refuses a function that changed an operand in place: recomputed, it would read what it wrote.
+
+    Raises:
+        RematError: If there is one, naming it.
+    """
+    for slot, (old, new) in enumerate(zip(before, versions(operands), strict=True)):
+        if old != new:
+            raise RematError(
+                f"remat: the function changed {capture.name(slot)}, {tree.describe(operands[slot])}, in place; "
+                "recomputed, it would read what it wrote. Return the new value instead; for a module with buffers, "
+                "such as BatchNorm, use fmp.functionalize(module).apply, which returns them"
+            )
+
+
+class Determinism:
+    """Compares what a function returned when it was recomputed with what it returned at first.
+
+    Args:
+        check: "default" compares number, shapes, dtypes and devices of the results, "bitwise" their bits too, for which
+            they are kept, and "none" nothing.
+    """
+
+    def __init__(self, check: DeterminismCheck):
+        self._check = check
+        self._first: list[tuple[Any, ...]] = []
+
+    def note(self, result: Any) -> None:
+        """Takes note of the first result."""
+        if self._check != "none":
+            self._first = [self._facts(leaf) for leaf in tree.leaves(result)]
+
+    def compare(self, result: Any) -> None:
+        """Compares another result.
+
+        Raises:
+            RematError: If it differs, naming the leaf, what was returned at first, and what was returned now.
+        """
+        if self._check == "none":
+            return
+        now = [self._facts(leaf) for leaf in tree.leaves(result)]
+        if len(now) != len(self._first):
+            raise RematError(
+                f"remat: the function returned {len(self._first)} leaves at first and {len(now)} when it was "
+                "recomputed; it must not depend on state that changes"
+            )
+        for path, old, new in zip(tree.paths(result), self._first, now, strict=True):
+            if old[:2] != new[:2]:
+                self._refuse(path, f"{old[0]} on {old[1]}", f"{new[0]} on {new[1]}")
+            if self._check == "bitwise" and old[2] is not None:
+                self._compare_bits(path, old[2], new[2])
+
+    def _facts(self, leaf: Any) -> tuple[Any, ...]:
+        if not isinstance(leaf, Tensor):
+            return type(leaf).__name__, "", None
+        kept = _compat.below_transforms(leaf).detach() if self._check == "bitwise" else None
+        return tree.describe(leaf), str(leaf.device), kept
+
+    def _compare_bits(self, path: str, old: Tensor, new: Tensor) -> None:
+        if old.shape != new.shape:
+            return  # mapped over in another way
+        same = (old == new) | ((old != old) & (new != new))
+        if not bool(same.all()):
+            place = tuple(int(index) for index in (~same).nonzero()[0])
+            self._refuse(path, f"{old[place].item()!r} at {place}", f"{new[place].item()!r}")
+
+    def _refuse(self, path: str, old: str, new: str) -> None:
+        raise RematError(
+            f"remat: the result{f' {path!r}' if path else ''} was {old} at first and {new} when it was recomputed; the "
+            "function must compute the same both times, and not depend on state that changes in between"
+        )

@@ -1,0 +1,40 @@
+"""Names for values inside of a rematerialised function, by which a policy keeps them."""
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from fmp.rematerialization.recording import name_value
+
+
+def checkpoint_name(x: Tensor, name: str) -> Tensor:
+    """Gives a value a name, by which the policies of `fmp.saveable` can keep it.
+
+    What is kept is what the op returned that computed `x`, or that computed what `x` is a view of. That op is left out
+    of the recomputation; the ones before it are not, unless nothing needs them and they are kept themselves.
+
+    Args:
+        x: Any tensor.
+        name: The name; several values may have the same.
+
+    Returns:
+        The tensor itself.
+
+    Raises:
+        TypeError: If `x` is not a tensor, or `name` is not a string.
+
+    Example:
+        >>> def attend(x, w):
+        ...     scores = fmp.checkpoint_name(x @ w, "scores")
+        ...     return scores.softmax(-1).square().sum()
+        >>> x, w = torch.ones(2, 3), torch.ones(3, 4)
+        >>> lean = fmp.remat(attend, saveable=fmp.saveable.only_names("scores"))
+        >>> torch.equal(fmp.grad(lean)(x, w), fmp.grad(attend)(x, w))
+        True
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"checkpoint_name names a tensor, got {type(x).__name__}")
+    if not isinstance(name, str):
+        raise TypeError(f"checkpoint_name needs a string as the name, got {name!r}")
+    if not is_compiling():
+        name_value(x, name)
+    return x

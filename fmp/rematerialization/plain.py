@@ -1,0 +1,77 @@
+"""Recomputation where no transform is active: torch.utils.checkpoint, with what it leaves out.
+
+It records the function as it runs and throws away what autograd saves; the backward pass runs the function again, up to
+the last value that it needs (early stop). Missing there, and added here: function modes, random generators, the
+tensors of modules that were swapped for the call, variables that a closure has seen change, and a check for changes in
+place.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fmp.ambient import Ambient
+from fmp.rematerialization.capture import Capture
+from fmp.rematerialization.guards import DeterminismCheck, check_not_written, versions
+from fmp.rematerialization.recording import Kept
+
+
+class HooksRefused(Exception):
+    """The function uses a transform of torch.func, which saved-tensor hooks cannot be around."""
+
+
+def checkpointed(
+    capture: Capture,
+    preserve_rng_state: bool,
+    determinism_check: DeterminismCheck,
+    debug: bool,
+    kept: Kept | None,
+) -> Any:
+    """Calls a function; autograd will recompute it.
+
+    Args:
+        capture: The function, its arguments and keyword arguments, as one value.
+        preserve_rng_state: Whether the same random numbers are drawn again.
+        determinism_check: What must be the same.
+        debug: Whether an error shows the operators of both passes.
+        kept: The values inside that are kept.
+
+    Raises:
+        HooksRefused: If the function cannot be recomputed in this way.
+    """
+    ambient = Ambient(generators=capture.generators, preserve_rng_state=bool(capture.generators))
+    before = versions(capture.tensors)
+    is_first = True
+
+    def run(*operands: Tensor) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            function, args, kwargs = capture.value
+            with nullcontext() if kept is None else kept.recording():
+                return function(*args, **kwargs)
+        with ambient.drawing_again(), ambient.entered(ambient.seeds, operands):
+            with capture.swapped(operands), nullcontext() if kept is None else kept.again():
+                function, args, kwargs = capture.rebuilt(operands)
+                return function(*args, **kwargs)
+
+    try:
+        result = checkpoint(
+            run,
+            *capture.tensors,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            determinism_check=determinism_check,
+            debug=debug,
+        )
+    except RuntimeError as error:
+        if "support saved tensor hooks" in str(error):
+            raise HooksRefused from error
+        raise
+    capture.check_modules(capture.tensors)
+    check_not_written(before, capture.tensors, capture)
+    ambient.settle()
+    capture.forget()
+    return result

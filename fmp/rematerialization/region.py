@@ -1,0 +1,112 @@
+"""One call of a function given to remat: how it runs first, how it runs again, and what it returned.
+
+The result is any tree, but what passes through an autograd.Function is a tuple of tensors. The plan says how the
+leaves of the result are made of it:
+
+    operand i     the function returned one of its operands as it is
+    tensor j      a result; one that is returned twice is there once
+    constant      everything else
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmp import tree
+from fmp.errors import RematError
+
+
+class Source(NamedTuple):
+    """Where a leaf of the result comes from."""
+
+    kind: Literal["operand", "tensor", "constant"]
+    value: Any
+
+
+class Plan(NamedTuple):
+    """The structure of a result.
+
+    Attributes:
+        spec: The structure of the tree.
+        sources: Where each leaf comes from.
+        differentiable: Whether each tensor that passes through the Function can be differentiated.
+    """
+
+    spec: tree.Spec
+    sources: tuple[Source, ...]
+    differentiable: tuple[bool, ...]
+
+    def result(self, operands: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """Puts a result together."""
+        found = {"operand": operands, "tensor": tensors}
+        leaves = [
+            source.value if source.kind == "constant" else found[source.kind][source.value] for source in self.sources
+        ]
+        return tree.unflatten(self.spec, leaves)
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Says whether the dtype of a tensor has derivatives."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Region:
+    """Something that is computed from operands now, and perhaps again later.
+
+    Attributes:
+        levels: The kinds of the transforms that were in progress when the user made the call.
+        plan: How the first result is made of the tensors that `first` returns.
+    """
+
+    def __init__(self, levels: tuple[Any, ...]):
+        self.levels = levels
+        self.plan: Plan | None = None
+
+    def first(self, *operands: Tensor) -> Any:
+        """Computes the result for the first time."""
+        raise NotImplementedError
+
+    def again(self, *operands: Tensor) -> Any:
+        """Computes the result once more."""
+        raise NotImplementedError
+
+    def run(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Computes the result for the first time; returns its tensors, and sets the plan by which to use them."""
+        return self.taken_apart(operands, self.first(*operands))
+
+    def taken_apart(self, operands: Sequence[Tensor], result: Any) -> tuple[Tensor, ...]:
+        """Takes a result apart; sets the plan by which to put it together."""
+        leaves, spec = tree.flatten(result)
+        place_of_operand = {id(operand): place for place, operand in enumerate(operands)}
+        place_of_tensor: dict[int, int] = {}
+        tensors: list[Tensor] = []
+        sources: list[Source] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                sources.append(Source("constant", leaf))
+            elif id(leaf) in place_of_operand:
+                sources.append(Source("operand", place_of_operand[id(leaf)]))
+            else:
+                if id(leaf) not in place_of_tensor:
+                    place_of_tensor[id(leaf)] = len(tensors)
+                    tensors.append(leaf)
+                sources.append(Source("tensor", place_of_tensor[id(leaf)]))
+        self.plan = Plan(spec, tuple(sources), tuple(map(differentiable, tensors)))
+        return tuple(tensors) or (torch.empty(0),)  # a Function must return something
+
+    def tensors_again(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Computes the result once more; returns the tensors that `run` returned."""
+        assert self.plan is not None
+        leaves = tree.leaves(self.again(*operands))
+        if len(leaves) != len(self.plan.sources):
+            raise RematError(
+                f"remat: the function returned {len(self.plan.sources)} leaves at first and {len(leaves)} when it was "
+                "recomputed; it must not depend on state that changes"
+            )
+        tensors: dict[int, Tensor] = {}
+        for leaf, source in zip(leaves, self.plan.sources, strict=True):
+            if source.kind == "tensor":
+                tensors[source.value] = leaf
+        return tuple([tensors[place] for place in range(len(tensors))])

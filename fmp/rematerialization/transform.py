@@ -1,0 +1,147 @@
+"""`fmp.remat`: chooses how a call is recomputed.
+
+torch.compile, no transform     torch.utils.checkpoint, which the compiler understands
+torch.compile, transform        the function itself: the compiler decides what to keep
+no gradient wanted              the function itself
+nested forward mode             the function itself: forward mode keeps nothing anyway
+no transform                    torch.utils.checkpoint                                          (plain.py)
+transforms                      an autograd.Function whose backward pass is rematerialised too  (function.py)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fmp import _compat
+from fmp.ambient import Ambient
+from fmp.rematerialization.capture import Capture
+from fmp.rematerialization.function import invoke
+from fmp.rematerialization.guards import Determinism, DeterminismCheck
+from fmp.rematerialization.plain import HooksRefused, checkpointed
+from fmp.rematerialization.recording import Kept
+from fmp.rematerialization.saveable import Everything, Nothing, Saveable, check_saveable, nothing
+from fmp.rematerialization.user_call import UserCall
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def remat(
+    fn: Callable[..., Any] | None = None,
+    saveable: Saveable = nothing,
+    preserve_rng_state: bool = True,
+    determinism_check: DeterminismCheck = "default",
+    debug: bool = False,
+) -> Callable[..., Any]:
+    """Transforms a function into one that keeps no intermediate values for its gradient, and computes them again.
+
+    Values and gradients are those of the function itself, under plain autograd, every torch.func transform and any
+    nesting of them. Use it on a block of some milliseconds: keeping track costs a fraction of one.
+
+    Arguments and results may be any pytrees. Tensors that the function reaches in another way get their gradients like
+    arguments: closures, default arguments, partials, bound methods, global variables that the function names, helper
+    functions, modules, and containers of these. Under a transform, a tracked tensor that is an attribute of another
+    object raises.
+
+    What surrounds the call surrounds the recomputation: `fmp.autocast`, seeded dropout and other function modes,
+    `torch.autocast`, the default device and dtype, and the state of torch's generators. Python's and numpy's `random` do
+    not belong to it.
+
+    The function must not change tensors in place that it did not make. For modules with BatchNorm in training mode, use
+    `fmp.functionalize(module).apply`, which returns the new statistics.
+
+    Without a transform this is `torch.utils.checkpoint`, which stops recomputing where nothing more is needed; under a
+    transform the whole function runs again. A tensor that is used several times inside and outside of the function
+    may there get a gradient that differs in the last bit, since the uses inside are added up first. Nested forward mode
+    runs the function as it is. So does `torch.compile` where a transform is compiled too, or a function mode is on.
+
+    Args:
+        fn: Any function, or an `nn.Module`. Without it, remat returns a decorator.
+        saveable: What to keep all the same; one of `fmp.saveable`, or a function `(op, args) -> bool`.
+        preserve_rng_state: Whether the recomputation draws the same random numbers from torch's generators.
+        determinism_check: What must be the same the second time: "default" shapes, dtypes and devices, "bitwise" also
+            the results' bits, for which they are kept, or "none".
+        debug: Whether an error of `torch.utils.checkpoint` shows the operators of both passes.
+
+    Returns:
+        A function with `fn`'s arguments.
+
+    Raises:
+        TypeError: If `fn` or `saveable` cannot be called.
+        ValueError: If `determinism_check` is none of the three.
+        RematError: When called or differentiated, if the function changes what it was given, reads a tracked tensor
+            that cannot be found, or computes something else the second time.
+
+    References:
+        T. Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174; `jax.checkpoint`.
+
+    Example:
+        >>> @fmp.remat
+        ... def block(x, w):
+        ...     return torch.tanh(torch.tanh(x @ w) @ w)
+        >>> def loss(w):
+        ...     return block(block(torch.ones(2, 2), w), w).sum()
+        >>> w = torch.full((2, 2), 0.1)
+        >>> plain = lambda w: torch.tanh(torch.tanh(torch.tanh(torch.tanh(torch.ones(2, 2) @ w) @ w) @ w) @ w).sum()
+        >>> torch.allclose(torch.func.grad(loss)(w), torch.func.grad(plain)(w))
+        True
+    """
+    if fn is None:
+        options: dict[str, Any] = {"saveable": saveable, "preserve_rng_state": preserve_rng_state}
+        return functools.partial(remat, **options, determinism_check=determinism_check, debug=debug)
+    if not callable(fn):
+        raise TypeError(f"remat transforms a function, got {fn!r}")
+    check_saveable(saveable)
+    if determinism_check not in get_args(DeterminismCheck):
+        raise ValueError(f"determinism_check must be one of {get_args(DeterminismCheck)}, got {determinism_check!r}")
+    uses_transforms = False
+
+    @functools.wraps(fn, updated=())
+    @_compat.compiled_on_its_own
+    def remat_fn(*args: Any, **kwargs: Any) -> Any:
+        nonlocal uses_transforms
+        if torch.compiler.is_compiling():
+            if isinstance(saveable, Everything) or _compat.tracing_a_transform() or _compat.function_modes():
+                return fn(*args, **kwargs)
+            return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+        if isinstance(saveable, Everything) or not torch.is_grad_enabled() or _forward_mode_is_nested():
+            return fn(*args, **kwargs)
+        capture = Capture((fn, args, kwargs))
+        kept = None if isinstance(saveable, Nothing) else Kept(saveable)
+        # These need what torch.utils.checkpoint does not offer.
+        special = uses_transforms or determinism_check == "bitwise" or not _compat.saved_tensors_hooks_allowed()
+        if not special and not _compat.transform_active():
+            state = torch.get_rng_state()
+            try:
+                return checkpointed(capture, preserve_rng_state, determinism_check, debug, kept)
+            except HooksRefused:
+                uses_transforms = True
+                torch.set_rng_state(state)
+        return _under_transforms(capture, preserve_rng_state, determinism_check, kept)
+
+    return remat_fn
+
+
+def _under_transforms(
+    capture: Capture, preserve_rng_state: bool, determinism_check: DeterminismCheck, kept: Kept | None
+) -> Any:
+    ambient = Ambient(capture.tensors, capture.generators, preserve_rng_state)
+    operands = [*capture.tensors, *ambient.seeds]
+    if not operands:
+        function, args, kwargs = capture.value
+        return function(*args, **kwargs)
+    call = UserCall(capture, ambient, Determinism(determinism_check), kept, _compat.transforms())
+    result = invoke(call, operands)
+    ambient.settle(call.draws)
+    capture.forget()
+    return result
+
+
+def _forward_mode_is_nested() -> bool:
+    """Says whether forward mode is active in a way that torch.autograd.Function cannot follow (pytorch#197867)."""
+    if not _compat.forward_mode_active():
+        return False
+    levels = _compat.transforms()
+    return levels.count(_compat.JVP) != 1

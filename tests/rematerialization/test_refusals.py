@@ -1,0 +1,127 @@
+"""What remat refuses, and what the errors say."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+
+import fmp
+
+X = torch.linspace(-1.0, 1.0, 4)
+
+
+def under_grad(f):
+    return grad(lambda x: f(x).sum())(X.clone())
+
+
+def plainly(f):
+    return f(X.clone())
+
+
+@pytest.mark.parametrize("run", [under_grad, plainly])
+def test_a_changed_argument(run):
+    with pytest.raises(fmp.RematError, match=r"changed its argument 0, f32\[4\], in place.*Return the new value"):
+        run(fmp.remat(lambda x: x.mul_(2)))
+
+
+@pytest.mark.parametrize("run", [under_grad, plainly])
+def test_a_changed_buffer_of_batch_norm(run):
+    norm = nn.BatchNorm1d(4)
+    with pytest.raises(fmp.RematError, match=r"the module's (running_mean|num_batches_tracked).*fmp.functionalize"):
+        run(lambda x: fmp.remat(norm)(x.expand(3, 4) * torch.ones(3, 4)))
+
+
+@pytest.mark.parametrize("run", [under_grad, plainly])
+def test_a_replaced_buffer(run):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count = self.count + 1
+            return x * self.count
+
+    with pytest.raises(fmp.RematError, match="gave the module's count a new value"):
+        run(fmp.remat(Counting()))
+
+
+def test_a_changed_number_of_results():
+    lengths = iter([1, 2])
+    f = fmp.remat(lambda x: [torch.sin(x)] * next(lengths))
+    with pytest.raises(fmp.RematError, match="returned 1 leaves at first and 2"):
+        grad(lambda x: f(x)[0].sum())(X)
+
+
+@pytest.mark.parametrize("check", ["default", "bitwise"])
+def test_a_changed_shape(check):
+    rows = iter([1, 3])
+    f = fmp.remat(lambda x: {"y": torch.sin(x).expand(next(rows), 4)}, determinism_check=check)
+    with pytest.raises(fmp.RematError, match=r"result 'y' was f32\[1,4\] on cpu at first and f32\[3,4\] on cpu when"):
+        grad(lambda x: f(x)["y"].sum())(X)
+
+
+def test_changed_bits():
+    factors = iter([1.0, 2.0] * 2)
+    f = fmp.remat(lambda x: torch.sin(x) * next(factors), determinism_check="bitwise")
+    with pytest.raises(fmp.RematError, match=r"was -0.8414\d* at \(0,\) at first and -1.68\d* when"):
+        grad(lambda x: f(x).sum())(X)
+    with pytest.raises(fmp.RematError, match="at first and"):
+        f(X.clone().requires_grad_()).sum().backward()
+
+
+def test_no_check():
+    factors = iter([1.0, 2.0])
+    f = fmp.remat(lambda x: torch.sin(x) * next(factors), determinism_check="none")
+    assert torch.equal(grad(lambda x: f(x).sum())(X), 2 * torch.cos(X))
+
+
+def test_a_kept_value_that_does_not_occur_again():
+    calls = iter([True, False])
+    f = fmp.remat(lambda x: torch.tanh(x) if next(calls) else torch.sin(x), saveable=lambda op, args: "tanh" in str(op))
+    with pytest.raises(fmp.RematError, match=r"call 1 of aten.tanh.default was kept at first, and did not occur"):
+        under_grad(f)
+
+
+def test_a_kept_value_that_is_changed_later():
+    def changed(x):
+        y = fmp.remat(lambda x: torch.sin(x).cos(), saveable=lambda op, args: op is torch.ops.aten.cos.default)(x)
+        return y.mul_(2).sin()
+
+    with pytest.raises(fmp.RematError, match=r"aten.cos.default returned was kept, and was changed in place after"):
+        under_grad(changed)
+
+
+@pytest.mark.parametrize("run", [under_grad, lambda f: f(X.clone().requires_grad_())])
+def test_a_named_value_that_was_changed_before(run):
+    f = fmp.remat(lambda x: fmp.checkpoint_name(torch.sin(x).mul_(2), "y"), saveable=fmp.saveable.only_names("y"))
+    with pytest.raises(fmp.RematError, match="'y' was changed in place after"):
+        run(f)
+
+
+def test_random_numbers_under_vmap_need_its_permission():
+    f = fmp.remat(lambda x: torch.nn.functional.dropout(x).sum())
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(grad(f))(torch.stack([X, X]))
+
+
+ANY: Any = fmp.remat
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ANY(3), TypeError, "transforms a function, got 3"),
+        (lambda: ANY(torch.sin, saveable="dots"), TypeError, "got 'dots'"),
+        (lambda: ANY(torch.sin, saveable=fmp.saveable.only_names), TypeError, "only_names makes a policy"),
+        (lambda: ANY(torch.sin, determinism_check="values"), ValueError, "got 'values'"),
+        (lambda: fmp.saveable.only_names("a", 3), TypeError, "only_names takes names, each a string, got 3"),  # pyright: ignore
+        (lambda: fmp.checkpoint_name(X, 3), TypeError, "string as the name, got 3"),  # pyright: ignore
+        (lambda: fmp.checkpoint_name(3, "x"), TypeError, "names a tensor, got int"),  # pyright: ignore
+    ],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

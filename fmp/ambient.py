@@ -134,6 +134,12 @@ class Ambient:
         states = [state for state in self._modes if isinstance(state, _Seeded)]
         return [fork.calls - state.calls for state, fork in zip(states, forks, strict=True)]
 
+    def rewind(self) -> None:
+        """Takes the modes around back to where they stood at the call."""
+        states = [state for state in self._modes if isinstance(state, _Seeded)]
+        for mode, state in zip(self._originals, states, strict=True):
+            mode.calls = state.calls
+
     def settle(self, draws: Sequence[int] = ()) -> None:
         """Lets the modes around go on after the draws that their copies made, and lets go of them."""
         for mode, count in zip(self._originals, draws, strict=False):
@@ -154,6 +160,7 @@ def random_state(tensors: Iterable[Tensor], generators: Iterable[torch.Generator
 
 
 def set_random_state(state: RandomState) -> None:
+    """Sets the generators to the state that `random_state` has read."""
     torch.set_rng_state(state.cpu)
     for device, numbers in state.cuda:
         torch.cuda.set_rng_state(numbers, device)

@@ -58,7 +58,7 @@ class Capture:
         self._slots: dict[int, int] = {}
         self._known: dict[int, tuple[Any, Rebuild | None]] = {}
         self._places: dict[int, list[Place]] = {}
-        self.value = value
+        self.value: Any = value
         self._rebuild = self._visit(value)
         self._known.clear()
         self.count = len(self.tensors)
@@ -207,7 +207,7 @@ class Capture:
             return None
         # None of these may hold on to a tensor that has a slot.
         cells = [None if part else cell for part, cell in zip(in_cells, closure, strict=True)]
-        defaults = None if in_defaults else (function.__defaults__, function.__kwdefaults__)
+        defaults: Any = None if in_defaults else (function.__defaults__, function.__kwdefaults__)
         code, scope, name = function.__code__, function.__globals__, function.__name__
         attributes = {key: value for key, value in vars(function).items() if key != "__wrapped__"}
 

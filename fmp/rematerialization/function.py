@@ -45,7 +45,7 @@ class Recomputed(torch.autograd.Function):
         ctx.save_for_forward(*operands)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
         """Recomputes the region, and pulls the cotangents back through it."""
         region, operands = ctx.region, ctx.saved_tensors
         wanted = [i for i, operand in enumerate(operands) if ctx.needs_input_grad[i + 1] and differentiable(operand)]
@@ -64,7 +64,7 @@ class Recomputed(torch.autograd.Function):
         return None, *grads
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, _: None, *tangents: Any) -> tuple[Tensor | None, ...]:
         """Recomputes the region, and pushes the tangents through it."""
         region, operands = ctx.region, ctx.saved_tensors
         moved = [i for i, operand in enumerate(operands) if tangents[i] is not None and differentiable(operand)]

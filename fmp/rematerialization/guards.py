@@ -49,8 +49,9 @@ def _check(func: Any, values: Iterable[Any]) -> None:
             )
             if tracked and func not in _HARMLESS:
                 raise RematError(
-                    f"remat: {getattr(func, '__name__', func)} reads a tensor, {tree.describe(value)}, that a transform "
-                    f"around the call tracks and that is no operand of the function, so it would get no gradient; {_PASS}"
+                    f"remat: {getattr(func, '__name__', func)} reads a tensor, {tree.describe(value)}, that a "
+                    "transform around the call tracks and that is no operand of the function, so it would get no "
+                    f"gradient; {_PASS}"
                 )
         elif isinstance(value, list | tuple):
             _check(func, value)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fmp.ambient import Ambient
+from fmp.ambient import Ambient, random_state, set_random_state
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.guards import DeterminismCheck, check_not_written, versions
 from fmp.rematerialization.recording import Kept
@@ -39,9 +39,10 @@ def checkpointed(
         kept: The values inside that are kept.
 
     Raises:
-        HooksRefused: If the function cannot be recomputed in this way.
+        HooksRefused: If the function cannot be recomputed in this way. What it has drawn until then is put back.
     """
     ambient = Ambient(generators=capture.generators, preserve_rng_state=bool(capture.generators))
+    start = random_state(capture.tensors, capture.generators)
     before = versions(capture.tensors)
     is_first = True
 
@@ -50,12 +51,12 @@ def checkpointed(
         if is_first:
             is_first = False
             function, args, kwargs = capture.value
-            with nullcontext() if kept is None else kept.recording():
+            with kept.recording() if kept else nullcontext():
                 return function(*args, **kwargs)
-        with ambient.drawing_again(), ambient.entered(ambient.seeds, operands):
-            with capture.swapped(operands), nullcontext() if kept is None else kept.again():
-                function, args, kwargs = capture.rebuilt(operands)
-                return function(*args, **kwargs)
+        restored = ambient.drawing_again(), ambient.entered(ambient.seeds, operands)
+        with restored[0], restored[1], capture.swapped(operands), kept.again() if kept else nullcontext():
+            function, args, kwargs = capture.rebuilt(operands)
+            return function(*args, **kwargs)
 
     try:
         result = checkpoint(
@@ -68,6 +69,8 @@ def checkpointed(
         )
     except RuntimeError as error:
         if "support saved tensor hooks" in str(error):
+            set_random_state(start)
+            ambient.rewind()
             raise HooksRefused from error
         raise
     capture.check_modules(capture.tensors)

@@ -46,8 +46,8 @@ def remat(
     object raises.
 
     What surrounds the call surrounds the recomputation: `fmp.autocast`, seeded dropout and other function modes,
-    `torch.autocast`, the default device and dtype, and the state of torch's generators. Python's and numpy's `random` do
-    not belong to it.
+    `torch.autocast`, the default device and dtype, and the state of torch's generators. Python's and numpy's `random`
+    do not belong to it.
 
     The function must not change tensors in place that it did not make. For modules with BatchNorm in training mode, use
     `fmp.functionalize(module).apply`, which returns the new statistics.
@@ -113,12 +113,10 @@ def remat(
         # These need what torch.utils.checkpoint does not offer.
         special = uses_transforms or determinism_check == "bitwise" or not _compat.saved_tensors_hooks_allowed()
         if not special and not _compat.transform_active():
-            state = torch.get_rng_state()
             try:
                 return checkpointed(capture, preserve_rng_state, determinism_check, debug, kept)
             except HooksRefused:
                 uses_transforms = True
-                torch.set_rng_state(state)
         return _under_transforms(capture, preserve_rng_state, determinism_check, kept)
 
     return remat_fn

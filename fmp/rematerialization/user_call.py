@@ -57,9 +57,9 @@ class UserCall(Region):
 
     def again(self, *operands: Tensor) -> Any:
         """Calls the function once more, with everything around it as it was."""
-        with self._ambient.drawing_again(), self._ambient.entered(self._seeds(operands), operands):
-            with nullcontext() if self._kept is None else self._kept.again():
-                result = self.call(operands)
+        restored = self._ambient.drawing_again(), self._ambient.entered(self._seeds(operands), operands)
+        with restored[0], restored[1], self._kept.again() if self._kept else nullcontext():
+            result = self.call(operands)
         self._determinism.compare(result)
         return result
 

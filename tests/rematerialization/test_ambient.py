@@ -10,6 +10,7 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 import fmp
+from fmp import _compat
 from fmp.dropout import SeededRandomness
 from tests.bits import same_bits
 
@@ -195,6 +196,19 @@ def test_seeded_draws_go_on_after_the_call(gradient):
     assert same_bits(gradient(functools.partial(f, fmp.remat)), want)
 
 
+def test_draws_before_a_transform_inside_of_the_function():
+    def seeded(wrap, x):
+        def body(x):
+            drawn = F.dropout(x) * torch.rand(4)
+            return grad(lambda y: torch.sin(y * drawn).sum())(x)
+
+        with SeededRandomness(5) as mode:
+            return wrap(body)(x) * F.dropout(x) * mode.calls
+
+    want = by_autograd(functools.partial(seeded, lambda fn: fn))
+    assert same_bits(by_autograd(functools.partial(seeded, fmp.remat)), want)
+
+
 def test_a_mapped_seed():
     def f(wrap, x, seed):
         with SeededRandomness(seed):
@@ -252,9 +266,9 @@ def test_the_stack_of_modes_is_as_it_was_after_an_error():
         raise KeyError("no")
 
     with SeededRandomness(1) as mode:
-        before = fmp._compat.function_modes()
+        before = _compat.function_modes()
         for gradient in (by_autograd, by_grad):
             with pytest.raises(KeyError):
                 gradient(fmp.remat(broken))
-        assert fmp._compat.function_modes() == before
+        assert _compat.function_modes() == before
         assert mode.calls == 0

@@ -1,8 +1,7 @@
 """Every private torch or optree name that fmp needs, in one place; tests/test_compat.py notices when one changes."""
 
 import types
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import optree
@@ -12,14 +11,12 @@ import torch.utils._pytree as torch_pytree
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 T = TypeVar("T")
 
 _VERSION: Any = torch.__version__
 _autocast_is_on: Any = cast(Any, torch._C)._is_any_autocast_enabled
 _functorch: Any = cast(Any, torch._C)._functorch
-_autograd: Any = cast(Any, torch._C)._autograd
 
 # What torch.optim launches for `fused=True`; they write parameters and moments in place.
 fused_adam_: Any = cast(Any, torch)._fused_adam_
@@ -198,79 +195,3 @@ def differentiated_outside(value: torch.Tensor) -> bool:
     while _functorch.is_functorch_wrapped_tensor(value):
         value = _functorch.get_unwrapped(value)
     return value.requires_grad
-
-
-@contextmanager
-def replaced_function_modes() -> Iterator[None]:
-    """Empties the stack of function modes, and puts it back as it was afterwards."""
-    outer = [_pop_mode() for _ in function_modes()]
-    try:
-        yield
-    finally:
-        for _ in function_modes():
-            _pop_mode()
-        for mode in reversed(outer):
-            _push_mode(mode)
-
-
-def push_function_mode(mode: TorchFunctionMode) -> None:
-    """Puts a mode on the stack without running its `__enter__`; `replaced_function_modes` takes it off again."""
-    _push_mode(mode)
-
-
-def transforms() -> tuple[Any, ...]:
-    """Lists the kinds of the torch.func transforms in progress around the caller, the outermost first."""
-    return tuple([level.key() for level in _functorch.get_interpreter_stack() or ()])
-
-
-VMAP: Any = _functorch.TransformType.Vmap
-JVP: Any = _functorch.TransformType.Jvp
-
-
-def plain_forward_mode_active() -> bool:
-    """Says whether `torch.autograd.forward_ad` is in use without a torch.func transform that would have begun it."""
-    return forward_ad._current_level >= 0 and JVP not in transforms()
-
-
-def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
-    """Takes the wrappers of finished torch.func transforms off a tensor."""
-    return _functorch.unwrap_if_dead(tensor)
-
-
-def below_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor below all wrappers of torch.func."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def belongs_to_ended_level(tensor: torch.Tensor, kinds: tuple[Any, ...]) -> bool:
-    """Says whether a tensor carries the wrapper of a transform that is not among those in progress.
-
-    Args:
-        tensor: Any tensor.
-        kinds: What `transforms` returns here.
-    """
-    if not _functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    level = _functorch.maybe_get_level(tensor)
-    if level < 1:
-        return False  # its transform has returned: the wrapper means nothing any more
-    return level > len(kinds) or (kinds[level - 1] == VMAP) != _functorch.is_batchedtensor(tensor)
-
-
-def saved_tensors_hooks_allowed() -> bool:
-    """Says whether saved-tensor hooks may be set here."""
-    return _autograd._saved_tensors_hooks_is_enabled()
-
-
-@contextmanager
-def as_new_tensor() -> Iterator[None]:
-    """Makes `detach` return a tensor that autograd takes for no view of another one."""
-    with cast(Any, torch._C)._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        yield
-
-
-def dispatch_modes() -> list[Any]:
-    """Lists the dispatch modes that are on, the innermost last."""
-    return _get_current_dispatch_mode_stack()

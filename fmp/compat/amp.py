@@ -24,14 +24,14 @@ What differs from Apex, on purpose:
 - `shutdown()` ends the session, and gives models and optimizers back in their old dtypes with the masters' values.
   A second `initialize` before that is refused.
 - Masters exist from the first `scale_loss`, `step`, `master_params`, `state_dict` or `optimizer.load_state_dict` on. A
-  model that loads a state dict later takes them along. Two optimizers that share a parameter share its master.
+  model that loads a state dict later takes them along, and back. Optimizers that share a parameter share its master.
 - Before a backward pass the half gradients of parameters with masters are dropped, so that `optimizer.zero_grad()`,
   with any arguments, has to clear the masters' only.
 - `skip_nonfinite=True` checks for overflow under a static scale, too.
 - Overflow is looked for element by element in the unscaled gradients. A sum that overflows is none.
 - A dynamic scale never falls to 0; scales that are not positive and finite are refused.
-- Gradients that are left scaled (`delay_unscale`) are rescaled if the next pass has another scale, gradients from
-  before are kept apart from them, and `step()` refuses them. `step()` inside of `scale_loss` is refused.
+- Gradients that are left scaled (`delay_unscale`) stand in the masters, and are rescaled if the next pass has another
+  scale. `zero_grad()` of model or optimizer drops them; `step()` refuses them, and `step()` inside of `scale_loss`.
 - `scale_loss` takes a tuple of optimizers. An exception inside leaves gradients and scale as they were before it.
 - `load_state_dict` checks everything before it changes anything.
 - With `enabled=False`, `state_dict()` is empty, and any dictionary can be loaded.
@@ -41,9 +41,12 @@ What differs from Apex, on purpose:
   functions are Apex's with additions for later releases of torch, see `fmp.OpRules.apex`. `disable_casts` also allows
   banned functions, and it ends when its block raises. Backward passes inside `scale_loss` run in the caller's thread,
   so that recomputation is cast. As in Apex, `torch.autocast(..., enabled=False)` does not stop the casting.
-- `register_half_function` and its relatives take functions of torch, in any spelling; for others, decorate them.
-- `cast_model_type=False` takes models that mix dtypes.
+- `register_half_function` and its kin take functions of torch only; decorate others. `cast_model_type=False` takes
+  models that mix dtypes.
 - A skipped step is a call of the optimizer's `step` in which no parameter has a gradient.
+
+It cannot skip an overflow in a `scale_loss` inside of `step(closure)`, since that step is in progress. An optimizer of
+your own whose `step` calls `super().step()` must not use gradients after that.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,7 +56,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmp.compat import losses, models as modules, options, saving
+from fmp.compat import losses, masters, models as modules, options, saving
 from fmp.compat.casting import Casting
 from fmp.compat.registry import (
     float_function as float_function,
@@ -172,11 +175,14 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    stepping = _optimizers(optimizers)
+    stepping = masters.as_list(optimizers)
     trained = list(dict.fromkeys(modules.as_list(models)))
     modules.check(trained, chosen)
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int):
-        raise TypeError(f"num_losses must be an integer, got {num_losses!r}")
+    for name, value in {"num_losses": num_losses, "verbosity": verbosity}.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+    if num_losses < 0:
+        raise ValueError(f"num_losses must be at least 0, got {num_losses}")
     scaler = losses.make_loss(chosen.loss_scale, min_loss_scale, max_loss_scale)
 
     skip = as_flag("skip_nonfinite", skip_nonfinite)
@@ -336,13 +342,3 @@ def disable_casts() -> Iterator[None]:
     """
     with covered():
         yield
-
-
-def _optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
-    given = [] if optimizers is None else optimizers
-    given = [given] if isinstance(given, torch.optim.Optimizer) else given
-    if not isinstance(given, list) or not all(isinstance(item, torch.optim.Optimizer) for item in given):
-        raise TypeError(f"optimizers must be one torch.optim.Optimizer or a list of them, got {optimizers!r}")
-    if len(set(given)) < len(given):
-        raise RuntimeError("optimizers: one of them is given twice")
-    return given

@@ -4,13 +4,14 @@ Each pass finds `.grad` empty, so that its own gradients can be unscaled apart f
 
     enter             taken = param.grad;  param.grad = None
     leave             target.grad = unscale(param.grad) + earlier      target: the master, or the parameter itself
-    leave, delayed    param.grad = taken + param.grad                  both still scaled
+    leave, delayed    target.grad = earlier * scale + param.grad       still scaled, where `zero_grad` reaches it
     failed            param.grad = taken
 
 `earlier` is what the target had: the gradient of the master, or what was taken.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,37 @@ from fmp.scaling import LossScale, NoOpLossScale
 # By parameter. The target of a parameter is its master, or itself.
 Targets = Mapping[Tensor, Tensor]
 Taken = Mapping[Tensor, Tensor | None]
-# The scalers of gradients that a delayed pass left scaled, by parameter.
-Pending = dict[Tensor, LossScale]
+
+
+class Delayed(NamedTuple):
+    """What a delayed pass has left at a target.
+
+    Attributes:
+        scaler: What it is scaled by.
+        own: The gradient of that pass in the parameter, whose absence or change tells of `model.zero_grad()`.
+        version: Its version.
+    """
+
+    scaler: LossScale
+    own: Tensor | None
+    version: int
+
+
+# By parameter.
+Pending = dict[Tensor, Delayed]
+
+
+def forget_cleared(targets: Targets, pending: Pending) -> None:
+    """Drops what delayed passes have left where somebody has cleared the gradients since, in model or optimizer."""
+    for param, target in targets.items():
+        if param not in pending:
+            continue
+        own, version = pending[param].own, pending[param].version
+        changed = param.grad is not own or (own is not None and own._version != version)
+        if target is not param and changed:
+            target.grad = None
+        if target.grad is None:
+            del pending[param]
 
 
 def take(targets: Targets) -> Taken:
@@ -43,10 +73,10 @@ def give_back(taken: Taken) -> None:
 def keep_scaled(targets: Targets, taken: Taken, pending: Pending, scaler: LossScale) -> None:
     """Adds the gradients of one pass to those before, all scaled by the scaler of this pass."""
     for param, target in targets.items():
-        param.grad = _add(_earlier(param, target, taken, pending, scaler), param.grad)
+        target.grad = _all_scaled(param, target, taken, pending, scaler)
         pending.pop(param, None)
-        if param.grad is not None:
-            pending[param] = scaler
+        if target.grad is not None:
+            pending[param] = Delayed(scaler, param.grad, 0 if param.grad is None else param.grad._version)
 
 
 @torch.no_grad()
@@ -60,8 +90,7 @@ def unscale(targets: Targets, taken: Taken, pending: Pending, scaler: LossScale)
     for param, target in targets.items():
         new, earlier = param.grad, taken[param] if target is param else target.grad
         if param in pending:
-            new = _add(_earlier(param, target, taken, pending, scaler), new)
-            earlier = None if target is param else earlier
+            new, earlier = _all_scaled(param, target, taken, pending, scaler), None
             del pending[param]
         if new is None:
             target.grad = earlier
@@ -76,16 +105,33 @@ def unscale(targets: Targets, taken: Taken, pending: Pending, scaler: LossScale)
     return unscaled
 
 
-def _earlier(param: Tensor, target: Tensor, taken: Taken, pending: Pending, scaler: LossScale) -> Tensor | None:
-    """Returns what was taken from a parameter, scaled by a scaler."""
-    grad = taken[param]
-    before = pending.get(param)
-    if before is None and target is not param:
-        return None  # left over from a pass that the master has taken into account
-    if grad is None or before is scaler:
-        return grad
-    rescaled: Tensor = scaler.scale((before or NoOpLossScale()).unscale(grad))
-    return rescaled.to(grad.dtype)
+@torch.no_grad()
+def settle(targets: Targets, pending: Pending) -> dict[Tensor, Tensor | None]:
+    """Unscales what delayed passes have left, and returns the gradients of parameters as they would be without amp.
+
+    Args:
+        targets: The parameters and their targets.
+        pending: Emptied for these parameters.
+    """
+    grads: dict[Tensor, Tensor | None] = {}
+    for param, target in targets.items():
+        delayed = pending.pop(param, None)
+        if delayed is not None and target.grad is not None:
+            grad: Tensor = delayed.scaler.unscale(target.grad)
+            target.grad = grad.to(target.dtype)
+        grads[param] = target.grad
+    return grads
+
+
+def _all_scaled(param: Tensor, target: Tensor, taken: Taken, pending: Pending, scaler: LossScale) -> Tensor | None:
+    """Adds the gradient of one pass to the earlier one of its target, scaled by the scaler of the pass."""
+    earlier = taken[param] if target is param else target.grad
+    before = pending[param].scaler if param in pending else NoOpLossScale()
+    new = None if param.grad is None else param.grad.to(target.dtype)
+    if earlier is not None and before is not scaler:
+        rescaled: Tensor = scaler.scale(before.unscale(earlier))
+        earlier = rescaled.to(earlier.dtype)
+    return _add(earlier, new)
 
 
 def _add(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:

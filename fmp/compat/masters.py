@@ -9,12 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmp.compat.gradients import Pending
+from fmp.compat.gradients import Pending, forget_cleared
 from fmp.compat.models import check_trainable
 from fmp.dtypes import full_precision, is_castable
+from fmp.tree import describe
 
 # By parameter. Optimizers that share a parameter share its master.
 Masters = dict[Tensor, Tensor]
+
+
+def as_list(optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Reads the argument `optimizers`.
+
+    Raises:
+        TypeError: If it is neither an optimizer, nor a list of them, nor None.
+        RuntimeError: If one is given twice.
+    """
+    given = [] if optimizers is None else optimizers
+    given = [given] if isinstance(given, torch.optim.Optimizer) else given
+    if not isinstance(given, list) or not all(isinstance(item, torch.optim.Optimizer) for item in given):
+        raise TypeError(f"optimizers must be one torch.optim.Optimizer or a list of them, got {optimizers!r}")
+    if len(set(given)) < len(given):
+        raise RuntimeError("optimizers: one of them is given twice")
+    return given
 
 
 class ManagedOptimizer:
@@ -41,13 +58,17 @@ class ManagedOptimizer:
 
         Raises:
             TypeError: If a parameter has a dtype that amp does not train.
+            ValueError: If the optimizer has a parameter already, whose master torch did not know.
         """
         new = []
+        present = set(self._tensors())
         for group in self.optimizer.param_groups:
             for index, tensor in enumerate(group["params"]):
                 if tensor in self._params or not tensor.requires_grad:
                     continue
                 check_trainable(tensor)
+                if self._masters is not None and self._masters.get(tensor) in present:
+                    raise ValueError(f"optimizers: a parameter {describe(tensor)} is in two groups of one optimizer")
                 if self._masters is not None and tensor.dtype != full_precision(tensor.dtype):
                     new.append((group["params"], index, tensor))
         for params, index, param in new:
@@ -89,11 +110,9 @@ class ManagedOptimizer:
             tensor.grad = grad
         self._hidden.clear()
 
-    def drop_master_grads(self) -> None:
-        """Clears the gradients of the masters, which `model.zero_grad()` does not reach."""
-        for tensor in self._tensors():
-            if tensor in self._params:
-                tensor.grad = None
+    def masters(self) -> list[Tensor]:
+        """Lists the masters that the optimizer works on."""
+        return [tensor for tensor in self._tensors() if tensor in self._params]
 
     def has_masters(self) -> bool:
         """Says whether a step has masters to copy to the model."""
@@ -101,7 +120,9 @@ class ManagedOptimizer:
 
     def has_scaled_grads(self, pending: Pending) -> bool:
         """Says whether gradients are left that a delayed pass has not unscaled."""
-        return any(param in pending and param.grad is not None for param in self.targets())
+        targets = self.targets()
+        forget_cleared(targets, pending)
+        return not pending.keys().isdisjoint(targets)
 
     def recast_state(self) -> None:
         """Gives the state that the optimizer has already the dtypes of its parameters."""
@@ -135,26 +156,33 @@ class ManagedOptimizer:
 class RefreshMasters:
     """A hook for after a module has loaded a state dict: a master that no longer rounds to its parameter follows it.
 
+    Scripts load an average for evaluation, and their own weights back afterwards. A master that was given up comes back
+    if its rounding is loaded before the next step; rounded, it would lose what a small step adds.
+
     Args:
         masters: The masters of the session.
+        given_up: The masters' values before other weights were loaded, by parameter; a step clears them.
     """
 
-    def __init__(self, masters: Masters):
+    def __init__(self, masters: Masters, given_up: Masters):
         self.masters = masters
+        self.given_up = given_up
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Looks at the parameters of one module."""
         for param in module.parameters(recurse=False):
             master = self.masters.get(param)
-            if master is not None and not torch.equal(master.to(param.dtype), param):
-                master.copy_(param)
+            if master is None or torch.equal(master.to(param.dtype), param):
+                continue
+            value = self.given_up.setdefault(param, master.detach().clone())
+            master.copy_(value if torch.equal(value.to(param.dtype), param) else param)
 
     def __deepcopy__(self, memo: Any) -> "RefreshMasters":
-        return RefreshMasters({})  # a copy of a model has no masters
+        return RefreshMasters({}, {})  # a copy of a model has no masters
 
     def __reduce__(self) -> Any:
-        return RefreshMasters, ({},)
+        return RefreshMasters, ({}, {})
 
 
 def _cast_state(optimizer: torch.optim.Optimizer, old: Tensor, new: Tensor) -> None:

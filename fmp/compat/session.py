@@ -51,8 +51,10 @@ class Session:
         self._verbosity = verbosity
         self._skip_nonfinite = skip_nonfinite
         self._masters: Masters = {}
+        self._given_up: Masters = {}
         self._pending: Pending = {}
-        self._open: set[Optimizer] = set()
+        self._open: dict[Optimizer, set[Tensor]] = {}  # by optimizer, the parameters of passes in progress
+        self._stepped: dict[Tensor, set[Optimizer]] = {}  # by master, which optimizers have used its gradient
         self._places = [place for module in modules for place in self._cast(module)]
         self._optimizers = {optimizer: self._manage(optimizer) for optimizer in optimizers}
         self._handles = [handle for module in modules for handle in self._module_hooks(module)]
@@ -74,6 +76,7 @@ class Session:
                     return
                 managed = self._managed(optimizers)
                 with self._opened(managed) as targets:
+                    gradients.forget_cleared(targets, self._pending)
                     taken = gradients.take(targets)
                     try:
                         with covered():
@@ -124,7 +127,16 @@ class Session:
             self.casting.leave()
         for handle in self._handles:
             handle.remove()
+        grads: dict[Tensor, Tensor | None] = {}
+        for managed in self._optimizers.values():
+            managed.show_grads()
+            gradients.forget_cleared(managed.targets(), self._pending)
+            grads |= gradients.settle(managed.targets(), self._pending)
+        for param in grads:
+            param.grad = None
         models.put_back(self._places, self._masters)
+        for param, grad in grads.items():
+            param.grad = None if grad is None else grad.to(param.dtype)
         for managed in self._optimizers.values():
             managed.release()
             self._recast(managed)
@@ -162,10 +174,22 @@ class Session:
         else:
             managed.show_grads()
             managed.skips = None
-        managed.drop_master_grads()
+        self._drop_master_grads(managed)
+        for param in managed.targets():
+            self._given_up.pop(param, None)
         if self.casting is not None:
             self.casting.renew_cache()
             self.casting.resume()
+
+    def _drop_master_grads(self, managed: ManagedOptimizer) -> None:
+        """Clears the gradients of masters, which `model.zero_grad()` does not reach, when all who share one have it."""
+        owners = {item.optimizer: set(item.masters()) for item in self._optimizers.values()}
+        for master in managed.masters():
+            stepped = self._stepped.setdefault(master, set())
+            stepped.add(managed.optimizer)
+            if all(optimizer in stepped for optimizer, masters in owners.items() if master in masters):
+                master.grad = None
+                del self._stepped[master]
 
     def _tell_of_skip(self, index: int) -> None:
         state = self.losses[index]
@@ -201,7 +225,7 @@ class Session:
     def _module_hooks(self, module: nn.Module) -> list[Any]:
         handles = models.add_hooks(module, self.options)
         if self.options.master_weights:
-            refresh = RefreshMasters(self._masters)
+            refresh = RefreshMasters(self._masters, self._given_up)
             handles += [part.register_load_state_dict_post_hook(refresh) for part in module.modules()]
         if self.options.patch_torch_functions:
             # A step that has raised does not reach its last hook.
@@ -237,12 +261,17 @@ class Session:
             item.show_grads()
             item.find_params()
             targets |= item.targets()
-        opened = {item.optimizer for item in managed}
+        if any(not params.isdisjoint(targets) for params in self._open.values()):
+            raise RuntimeError(
+                "scale_loss inside of scale_loss, and their optimizers share a parameter: leave the first block before"
+            )
+        opened = {item.optimizer: set(item.targets()) for item in managed}
         self._open |= opened
         try:
             yield targets
         finally:
-            self._open -= opened
+            for optimizer in opened:
+                del self._open[optimizer]
 
     def _adjust(
         self, index: int, managed: Sequence[ManagedOptimizer], unscaled: Sequence[Tensor], checks: bool

@@ -124,10 +124,12 @@ def overwrite(
 
     Raises:
         TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex.
+        ValueError: If a gradient or a moment has not the shape of its parameter.
     """
     grad_leaves, spec = tree.flatten(grads)
     columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
     check_trainable(grads, grad_leaves, columns[0])
+    _check_shapes(grads, grad_leaves, columns)
     donate = donate and not shares_memory([leaf for column in columns for leaf in column], grads)
     groups: dict[Any, list[int]] = {}
     for index, (grad, param) in enumerate(zip(grad_leaves, columns[0], strict=True)):
@@ -207,6 +209,19 @@ def _scaled(grads: Tree, factor: torch.Tensor) -> Tree:
         return wide * factor.to(wide.dtype)
 
     return tree.map(scale, grads)
+
+
+def _check_shapes(grads: Tree, grad_leaves: list[Any], columns: list[list[Any]]) -> None:
+    # A kernel reads and writes as many numbers as the parameter has, wherever they lie.
+    for index, (grad, param, *moments) in enumerate(zip(grad_leaves, *columns, strict=True)):
+        if grad is None:
+            continue
+        for what, other in (("gradient", grad), *(("moment", moment) for moment in moments)):
+            if not isinstance(other, torch.Tensor) or other.shape != param.shape:
+                raise ValueError(
+                    f"{tree.paths(grads)[index] or 'params'}: the {what} is {tree.describe(other)}, the parameter "
+                    f"{tree.describe(param)}; both must have one shape"
+                )
 
 
 def _writable(param: torch.Tensor, dtype: torch.dtype, donate: bool) -> torch.Tensor:

@@ -378,3 +378,17 @@ def test_verbosity(verbosity, capsys):
 def test_the_names_that_fmp_decides_by_are_those_of_opt_level():
     for level in ("O0", "O1", "O2", "O3"):
         assert defaults(level).output_dtype in (None, fmp.opt_level(level).output_dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [("verbosity", "1", TypeError), ("num_losses", -1, ValueError), ("num_losses", 1.0, TypeError)],
+)
+def test_a_wrong_number_leaves_everything_untouched(name, value, error):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(error, match=name):
+        amp.initialize(model, optimizer, opt_level="O2", **{name: value})
+    assert model.weight.dtype == torch.float32
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks

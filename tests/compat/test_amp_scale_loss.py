@@ -112,19 +112,75 @@ def test_gradients_are_unscaled_once_for_one_or_many_optimizers(level, wrap):
     assert torch.equal(bias, torch.full_like(bias, 2.0))
 
 
-def test_two_optimizers_share_a_parameter_and_its_master():
+@pytest.mark.parametrize("clears", [False, True])
+def test_two_optimizers_share_a_parameter_and_its_master(clears):
+    biases = {}
+    for level in ("O0", "O2"):
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.bias, 0.5)  # a number of float16, which masters start from
+        one, two = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.25))
+        start(model, [one, two], opt_level=level, loss_scale=4.0)
+        first = list(amp.master_params(one))
+        assert all(a is b for a, b in zip(first, amp.master_params(two), strict=True))
+        for _ in range(2):
+            backward(model, X, [one, two])
+            one.step()
+            if clears:  # each steps on a gradient of its own
+                one.zero_grad()
+                backward(model, X, [one, two])
+            two.step()
+            two.zero_grad()
+        biases[level] = first[1].detach().clone()
+        assert torch.equal(model.bias, first[1].to(model.bias.dtype))
+        amp.shutdown()
+    assert torch.equal(biases["O2"], biases["O0"])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("who", ["optimizer", "model"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_delayed_gradient_can_be_cleared(level, who, set_to_none):
+    model, optimizer = linear(level, half_dtype="bf16", loss_scale=8.0)
+    backward(model, X, optimizer, factor=100.0, delay_unscale=True)
+    (optimizer if who == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+    backward(model, X, optimizer)
+    assert torch.equal(grads(optimizer)[1].float(), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_shutdown_leaves_no_scaled_gradient(level, steps, delayed):
+    model, optimizer = linear(level, half_dtype="bf16", loss_scale=1024.0)
+    backward(model, X, optimizer, delay_unscale=delayed)
+    if steps and not delayed:
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.shutdown()
+    assert model.bias.dtype == F32
+    if steps and not delayed:
+        assert model.bias.grad is None
+    else:
+        assert model.bias.grad is not None
+        assert model.bias.grad.dtype == F32
+        assert torch.equal(model.bias.grad, torch.full((2,), 2.0))
+
+
+def test_blocks_of_optimizers_that_share_a_parameter_do_not_nest():
     model = nn.Linear(3, 2)
-    one, two = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.25))
-    start(model, [one, two], opt_level="O2", loss_scale=4.0)
-    first = list(amp.master_params(one))
-    assert all(a is b for a, b in zip(first, amp.master_params(two), strict=True))
-    before = [p.detach().clone() for p in first]
-    backward(model, X, [one, two])
-    one.step()
-    backward(model, X, [one, two])
-    two.step()
-    assert torch.equal(first[1], before[1] - 0.5 * 2.0 - 0.25 * 2.0)
-    assert torch.equal(model.bias, first[1].half())
+    one, two = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    start(model, [one, two], opt_level="O1", loss_scale=8.0, half_dtype="bf16")
+
+    def nested():
+        with amp.scale_loss(model(X).sum(), one) as scaled:
+            scaled.backward()
+            backward(model, X, two)
+
+    with pytest.raises(RuntimeError, match="their optimizers share a parameter: leave the first block before"):
+        nested()
+    assert model.bias.grad is None
+    backward(model, X, two)
+    assert torch.equal(grads(two)[1], torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize("optimizers", [None, 3, {"a": 1}, ["sgd"]])

@@ -383,3 +383,32 @@ def test_overflow_in_one_loss_skips_exactly_the_optimizers_that_it_uses(level, n
     if bad is not None:
         expected[ids[bad]] = 2.0**15
     assert scales == expected
+
+
+def test_a_parameter_joins_an_optimizer_only_once():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    list(amp.master_params(optimizer))
+    optimizer.add_param_group({"params": [model.weight]})
+    with pytest.raises(ValueError, match=r"a parameter f16\[2, ?3\] is in two groups of one optimizer"):
+        list(amp.master_params(optimizer))
+
+
+def test_weights_that_are_swapped_out_and_back_keep_their_masters():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    average = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    masters = list(amp.master_params(optimizer))
+    expected = [master.detach().clone() for master in masters]
+    for _ in range(20):
+        with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        expected = [value - 1e-5 for value in expected]
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(average)
+        assert not any(master.any() for master in masters)
+        model.load_state_dict(own)
+        assert all(torch.equal(master, value) for master, value in zip(masters, expected, strict=True))

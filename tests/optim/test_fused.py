@@ -247,3 +247,21 @@ def test_errors_name_what_a_kernel_does_not_take():
     tx = make("sgd")
     with pytest.raises(TypeError, match=r"ids: a leaf i64\[3\] has the gradient f32\[3\]"):
         tx.fused({"ids": torch.ones(3)}, tx.init(values), values)
+
+
+@every
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (3,), (8,), (5, 1), (0,)])
+def test_a_kernel_never_sees_another_shape(name, donate, shape):
+    tx = make(name)
+    values = {"layer": {"weight": torch.zeros(5)}}
+    state = tx.init(values)
+    with pytest.raises(ValueError, match=r"layer/weight: the gradient is f32\[.*\], the parameter f32\[5\]; both must"):
+        tx.fused({"layer": {"weight": torch.ones(shape)}}, state, values, donate=donate)
+    if tree.describe(state) != tree.describe(make("sgd").init(values)):
+        foreign = tx.init({"layer": {"weight": torch.zeros(shape)}})
+        with pytest.raises(
+            ValueError, match=r"layer/weight: the moment is f32\[.*\], the parameter f32\[5\]; both must"
+        ):
+            tx.fused({"layer": {"weight": torch.ones(5)}}, foreign, values, donate=donate)
+    assert not values["layer"]["weight"].any()

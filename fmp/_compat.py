@@ -1,5 +1,6 @@
 """Every private torch or optree name that fmp needs, in one place; tests/test_compat.py notices when one changes."""
 
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ _autograd: Any = cast(Any, torch._C)._autograd
 fused_adam_: Any = cast(Any, torch)._fused_adam_
 fused_adamw_: Any = cast(Any, torch)._fused_adamw_
 fused_sgd_: Any = cast(Any, torch)._fused_sgd_
-foreach_add: Any = cast(Any, torch)._foreach_add
+
+_SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 # `register_pytree_node(..., namespace="")` is refused, yet only nodes of the global registry are seen by every
 # caller of optree, torch.compile's tracer included.
@@ -129,6 +131,11 @@ def registered_op(op: Any) -> Any:
 def is_compiled(fn: Any) -> bool:
     """Says whether a function came from torch.compile."""
     return hasattr(fn, "_torchdynamo_orig_callable")
+
+
+def original(fn: Any) -> Any:
+    """Returns the function that torch.compile was given for one that it returned."""
+    return fn._torchdynamo_orig_callable
 
 
 def check_inference_mode() -> None:
@@ -275,3 +282,37 @@ def counting_changes() -> Iterator[None]:
 def dispatch_modes() -> list[Any]:
     """Lists the dispatch modes that are on, the innermost last."""
     return _get_current_dispatch_mode_stack()
+
+
+def pop_function_mode() -> None:
+    """Takes off the innermost function mode."""
+    _pop_mode()
+
+
+@constant_while_tracing
+def allow_side_effects_in_checkpoint(allowed: bool) -> bool:
+    """Sets whether torch.compile lets a checkpointed function have side effects: once, as the forward pass has them.
+
+    Such are the function modes that it enters, and the count of what a mode has drawn.
+
+    Returns:
+        What it was before.
+    """
+    config: Any = sys.modules["torch._dynamo.config"]
+    before = getattr(config, _SIDE_EFFECTS, False)
+    if hasattr(config, _SIDE_EFFECTS):
+        setattr(config, _SIDE_EFFECTS, allowed)
+    return before
+
+
+def making_a_graph() -> bool:
+    """Says whether the operators that run here are put into a graph."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def tag_last_operand(key: str, value: Any) -> None:
+    """Tags the operator whose result the last operator has taken, in the graph that is being made, if there is one."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is not None:
+        last = next(reversed(mode.tracer.graph.nodes))
+        last.args[0].meta[key] = value

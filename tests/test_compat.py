@@ -270,6 +270,6 @@ def test_a_function_mode_leaves_the_stack_from_any_place():
     assert _compat.function_modes() == outer
 
 
-@pytest.mark.parametrize("name", ["fused_adam_", "fused_adamw_", "fused_sgd_", "foreach_add"])
+@pytest.mark.parametrize("name", ["fused_adam_", "fused_adamw_", "fused_sgd_"])
 def test_the_kernels_of_torch_optim_exist(name):
     assert callable(getattr(_compat, name))

@@ -221,38 +221,45 @@ def _adam(
 
     def kernel(
         grads: Tree, state: AdamState, params: Tree, *, finite: torch.Tensor | None, donate: bool
-    ) -> tuple[Tree, AdamState]:
+    ) -> tuple[Tree, AdamState] | None:
         rate = scheduled(learning_rate, state.count)
-        ages = tree.leaves(state.ages)
+        ages, spec = tree.flatten(state.ages)
+        new_ages = list(ages)
 
         def launch(on: Launch, decays: bool) -> None:
             run = _compat.fused_adamw_ if decoupled else _compat.fused_adam_
             device = on.params[0].device
+            age = torch.stack([ages[index] for index in on.indices])
             run(
                 on.params,
                 on.grads,
                 *on.moments,
                 [],  # the largest second moments, for amsgrad
-                list((torch.stack([ages[index] for index in on.indices]) + 1).to(device, torch.float32).unbind()),
+                list((age + 1).to(device, torch.float32).unbind()),
                 lr=rate.to(device) if isinstance(rate, torch.Tensor) else rate,
                 **(options if decays else options | {"weight_decay": 0.0}),
                 amsgrad=False,
                 maximize=False,
                 found_inf=on.skip,
             )
+            for index, new_age in zip(on.indices, counted(age, finite).unbind(), strict=True):
+                new_ages[index] = new_age
 
-        params, first, second = overwrite(
+        found = overwrite(
             launch,
             grads,
             params,
             state.first_moment,
             state.second_moment,
+            others=(rate, state.count, *ages),
             kinds=select(params),
             finite=finite,
             donate=donate,
         )
-        count = state.count + (1 if finite is None else finite)
-        return params, AdamState(count, counted(state.ages, grads, finite), first, second)
+        if found is None:
+            return None
+        params, first, second = found
+        return params, AdamState(counted(state.count, finite), tree.unflatten(spec, new_ages), first, second)
 
     return GradientTransformation(init, update, one_pass(update, kernel))
 

@@ -11,13 +11,17 @@ kernel orders its arithmetic in its own way.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from fmp import _compat, tree
 from fmp.dtypes import full_precision
-from fmp.optim.base import apply_updates, check_trainable
+from fmp.optim import checks
+from fmp.optim.aliasing import PLAIN, shares_memory
+from fmp.optim.base import apply_updates, check_trainable, in_dtype
 
 Tree = Any
 Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
@@ -41,13 +45,14 @@ class Launch(NamedTuple):
     skip: torch.Tensor | None
 
 
-def one_pass(update: Update, kernel: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree, Tree]]:
+def one_pass(update: Update, kernel: Callable[..., tuple[Tree, Tree] | None]) -> Callable[..., tuple[Tree, Tree, Tree]]:
     """Makes the `fused` function of a `fmp.optim.GradientTransformation`.
 
     Args:
         update: Its `update`, which does the work wherever a kernel cannot: under a torch.func transform, under
             torch.compile, where autograd records, and for anything but plain tensors on a CPU or CUDA device.
-        kernel: `kernel(grads, state, params, finite=, donate=) -> (params, state)`, for the rest; `overwrite` helps.
+        kernel: `kernel(grads, state, params, finite=, donate=) -> (params, state)`, for the rest. It returns None for
+            tensors that it cannot work on; `overwrite` helps.
 
     Returns:
         `fused(grads, state, params, *, inv_scale=None, clip=None, finite=None, cast_dtype=None, donate=False) ->
@@ -59,43 +64,31 @@ def one_pass(update: Update, kernel: Callable[..., tuple[Tree, Tree]]) -> Callab
         state: Tree,
         params: Tree,
         *,
-        inv_scale: torch.Tensor | None = None,
-        clip: torch.Tensor | None = None,
+        inv_scale: torch.Tensor | float | None = None,
+        clip: torch.Tensor | float | None = None,
         finite: torch.Tensor | None = None,
         cast_dtype: torch.dtype | None = None,
         donate: bool = False,
     ) -> tuple[Tree, Tree, Tree]:
-        for factor in (inv_scale, clip):
-            grads = grads if factor is None else _scaled(grads, factor)
+        checks.params_given(grads, params)
+        for name, factor in (("inv_scale", inv_scale), ("clip", clip)):
+            if factor is not None:
+                checks.number(name, factor)
+                grads = _scaled(grads, factor)
         if finite is not None:
             tree.check_flag("finite", finite)
-        if is_plain((grads, state, params)):
-            new_params, new_state = kernel(grads, state, params, finite=finite, donate=donate)
-        else:
+        found = None
+        if not torch.compiler.is_compiling() and not _compat.transform_active():
+            found = kernel(grads, state, params, finite=finite, donate=donate)
+        if found is None:
             updates, new_state = update(grads, state, params)
-            new_params = apply_updates(params, updates)
+            found = apply_updates(params, updates), new_state
             if finite is not None:
-                new_params, new_state = tree.select(finite, (new_params, new_state), (params, state))
+                found = tree.select(finite, found, (params, state))
+        new_params, new_state = found
         return new_params, None if cast_dtype is None else tree.cast(new_params, cast_dtype), new_state
 
     return fused
-
-
-def is_plain(trees: Tree) -> bool:
-    """Says whether a kernel may read and write the tensors of some trees without anyone but us noticing."""
-    if torch.compiler.is_compiling() or _compat.transform_active():
-        return False
-    recording = torch.is_grad_enabled()
-    for leaf in tree.leaves(trees):
-        if leaf is None:
-            continue
-        if type(leaf) is not torch.Tensor and type(leaf) is not torch.nn.Parameter:
-            return False
-        if not (leaf.is_cpu or leaf.is_cuda) or leaf.layout != torch.strided or leaf.is_neg():
-            return False
-        if recording and leaf.requires_grad:
-            return False
-    return True
 
 
 def overwrite(
@@ -103,10 +96,11 @@ def overwrite(
     grads: Tree,
     params: Tree,
     *moments: Tree,
+    others: Sequence[Any] = (),
     kinds: Sequence[Hashable] | None = None,
     finite: torch.Tensor | None,
     donate: bool,
-) -> tuple[Tree, ...]:
+) -> tuple[Tree, ...] | None:
     """Runs a kernel over whole trees of plain tensors, with one launch for each device, dtype and kind.
 
     Args:
@@ -114,62 +108,62 @@ def overwrite(
         grads: The gradients. Where one is None, the leaf is left out.
         params: The parameters. One narrower than float32 is computed on in float32, and rounded once at the end.
         *moments: Trees of moments, which have the dtype in which parameters are computed on.
+        others: What else the kernel reads, such as the learning rate.
         kinds: For each leaf, what may differ between launches.
         finite: bool[], false where nothing may change; None for always true.
         donate: Whether the kernel may overwrite parameters and moments; otherwise it gets copies. Those that share
             memory with one another are always copied.
 
     Returns:
-        The new parameters, then the new trees of moments.
+        The new parameters, then the new trees of moments; or None, with nothing done, if a kernel cannot read and write
+        the tensors without anyone but us noticing.
 
     Raises:
         TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex.
         ValueError: If a gradient or a moment has not the shape of its parameter.
     """
+    # Whatever is asked of every leaf is asked by functions that loop in C: loops in Python would outlast the kernel.
     grad_leaves, spec = tree.flatten(grads)
-    columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
-    check_trainable(grads, grad_leaves, columns[0])
-    _check_shapes(grads, grad_leaves, columns)
-    donate = donate and not shares_memory([leaf for column in columns for leaf in column], grads)
+    new_columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
+    due = [index for index, grad in enumerate(grad_leaves) if grad is not None]
+    columns = [_chosen(column, due) for column in (grad_leaves, *new_columns)]
+    if any(type(None) in set(map(type, column)) for column in columns):
+        _check_shapes(grads, grad_leaves, new_columns)
+    everything = list(chain.from_iterable(columns))
+    if not _are_plain(everything, others):
+        return None
+    dtypes = list(map(_DTYPE, columns[1]))
+    if not all(dtype.is_floating_point for dtype in set(dtypes)) or any(map(torch.is_complex, columns[0])):
+        check_trainable(grads, grad_leaves, new_columns[0])
+    grad_shapes, *shapes = [list(map(_SHAPE, column)) for column in columns]
+    if any(found != grad_shapes for found in shapes):
+        _check_shapes(grads, grad_leaves, new_columns)
+    donate = donate and not shares_memory(list(chain.from_iterable(new_columns)), columns[0])
+
     groups: dict[Any, list[int]] = {}
-    for index, (grad, param) in enumerate(zip(grad_leaves, columns[0], strict=True)):
-        if grad is not None:
-            kind = () if kinds is None else (kinds[index],)
-            groups.setdefault((param.device, full_precision(param.dtype), kind), []).append(index)
-    for (device, dtype, kind), indices in groups.items():
-        old = [columns[0][index] for index in indices]
-        new = [_writable(param, dtype, donate) for param in old]
+    kinds_due = [()] * len(due) if kinds is None else [(kinds[index],) for index in due]
+    for place, key in enumerate(zip(map(_DEVICE, columns[1]), dtypes, kinds_due, strict=True)):
+        groups.setdefault(key, []).append(place)
+    for (device, dtype, kind), places in groups.items():
+        its_grads, old, *its_moments = [_chosen(column, places) for column in columns]
+        new = _writable(old, full_precision(dtype), donate)
         launch = Launch(
-            indices,
+            _chosen(due, places),
             new,
-            [_laid_out_as(param, grad_leaves[index], donate=True) for param, index in zip(new, indices, strict=True)],
-            tuple(
-                [_laid_out_as(param, column[index], donate) for param, index in zip(new, indices, strict=True)]
-                for column in columns[1:]
-            ),
+            _laid_out_as(new, its_grads, donate=True),
+            tuple([_laid_out_as(new, moment, donate) for moment in its_moments]),
             skip=None if finite is None else (~finite).to(device, torch.float32),
         )
         kernel(launch, *kind)
-        launched = [[_narrowed(*pair, finite) for pair in zip(new, old, strict=True)], *launch.moments]
-        for column, leaves in zip(columns, launched, strict=True):
-            for index, leaf in zip(indices, leaves, strict=True):
+        for column, leaves in zip(new_columns, (_narrowed(new, old, finite), *launch.moments), strict=True):
+            for index, leaf in zip(launch.indices, leaves, strict=True):
                 column[index] = leaf
-    return tuple(tree.unflatten(spec, column) for column in columns)
+    return tuple(tree.unflatten(spec, column) for column in new_columns)
 
 
-def counted(counts: Tree, grads: Tree, finite: torch.Tensor | None) -> Tree:
-    """Adds 1 to the counts of updates of those parameters that have a gradient, unless the update was skipped.
-
-    Args:
-        counts: i32[] a parameter.
-        grads: The gradients.
-        finite: bool[], false for a skipped update; None for none.
-    """
-    leaves, spec = tree.flatten(grads)
-    old = spec.flatten_up_to(counts)
-    due = [count for count, grad in zip(old, leaves, strict=True) if grad is not None]
-    new = iter(_compat.foreach_add(due, 1 if finite is None else finite.to(torch.int32)) if due else ())
-    return tree.unflatten(spec, [c if grad is None else next(new) for c, grad in zip(old, leaves, strict=True)])
+def counted(count: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
+    """Adds 1 to counts of updates, unless the update was skipped."""
+    return count + 1 if finite is None else count + finite.to(count.device)
 
 
 def check_numbers(**options: Any) -> None:
@@ -179,34 +173,33 @@ def check_numbers(**options: Any) -> None:
             raise TypeError(f"fused=True takes {name} as a number, got {tree.describe(value)}; use fused=False")
 
 
-def shares_memory(leaves: Sequence[Any], *others: Tree) -> bool:
-    """Says whether two of some leaves, or one of them and a tensor elsewhere, lie in the same storage.
-
-    Args:
-        leaves: Leaves, each of them looked at once.
-        *others: Trees that may share memory among themselves.
-
-    Returns:
-        Whether they do; true under a torch.func transform, where nobody can tell.
-    """
-    if _compat.transform_active():
-        return True
-    inside = _addresses(leaves)
-    found = set(inside)
-    return len(found) < len(inside) or not found.isdisjoint(_addresses(tree.leaves(others)))
+_DTYPE, _SHAPE, _DEVICE = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
+_LAYOUT, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("requires_grad")
 
 
-def _addresses(leaves: Sequence[Any]) -> list[int]:
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
-    return [address for leaf in tensors if (address := leaf.untyped_storage().data_ptr())]  # 0: nothing is stored
+def _are_plain(tensors: list[Any], others: Sequence[Any]) -> bool:
+    if not PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
+        return False
+    if any(device.type not in ("cpu", "cuda") for device in set(map(_DEVICE, tensors))):
+        return False
+    if any(map(torch.Tensor.is_neg, tensors)):
+        return False
+    found = [other for other in others if isinstance(other, torch.Tensor)]
+    if not PLAIN.issuperset(map(type, found)):
+        return False
+    return not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, chain(tensors, found)))
 
 
-def _scaled(grads: Tree, factor: torch.Tensor) -> Tree:
+def _chosen(items: list[Any], places: list[int]) -> list[Any]:
+    return [items[place] for place in places]
+
+
+def _scaled(grads: Tree, factor: torch.Tensor | float) -> Tree:
     def scale(grad: Any) -> Any:
         if grad is None:
             return None
         wide = grad.to(full_precision(grad.dtype))
-        return wide * factor.to(wide.dtype)
+        return wide * in_dtype(factor, wide.dtype)
 
     return tree.map(scale, grads)
 
@@ -224,22 +217,38 @@ def _check_shapes(grads: Tree, grad_leaves: list[Any], columns: list[list[Any]])
                 )
 
 
-def _writable(param: torch.Tensor, dtype: torch.dtype, donate: bool) -> torch.Tensor:
+def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool) -> list[torch.Tensor]:
     # A kernel sees memory, not strides: entries must neither overlap nor leave gaps. A copy never does.
-    if param.dtype != dtype:
-        param, donate = param.to(dtype), True
-    dense = param.is_contiguous() or param.is_contiguous(memory_format=torch.channels_last)
-    return param if donate and dense else param.detach().clone(memory_format=torch.contiguous_format)
+    if params[0].dtype != dtype:
+        params, donate = [param.to(dtype) for param in params], True
+    if donate and all(map(torch.Tensor.is_contiguous, params)):
+        return params
+    return [param if donate and _is_dense(param) else _copy(param) for param in params]
 
 
-def _laid_out_as(param: torch.Tensor, other: torch.Tensor, donate: bool) -> torch.Tensor:
-    if donate and other.dtype == param.dtype and other.stride() == param.stride():
-        return other
-    return torch.empty_like(param).copy_(other)
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _narrowed(new: torch.Tensor, old: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
-    if new.dtype == old.dtype:
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _laid_out_as(params: list[torch.Tensor], others: list[torch.Tensor], donate: bool) -> list[torch.Tensor]:
+    if donate and {params[0].dtype}.issuperset(map(_DTYPE, others)):
+        strides = list(map(torch.Tensor.stride, others))
+        if strides == list(map(torch.Tensor.stride, params)):
+            return others
+    return [
+        other
+        if donate and other.dtype == param.dtype and other.stride() == param.stride()
+        else torch.empty_like(param).copy_(other)
+        for param, other in zip(params, others, strict=True)
+    ]
+
+
+def _narrowed(new: list[torch.Tensor], old: list[torch.Tensor], finite: torch.Tensor | None) -> list[torch.Tensor]:
+    if new[0].dtype == old[0].dtype:
         return new
-    narrow = new.to(old.dtype)
-    return narrow if finite is None else torch.where(finite, narrow, old)
+    narrow = [leaf.to(old[0].dtype) for leaf in new]
+    return narrow if finite is None else [torch.where(finite, *pair) for pair in zip(narrow, old, strict=True)]

@@ -19,7 +19,7 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
-from fmp.optim.fused import Launch, check_numbers, one_pass, overwrite
+from fmp.optim.fused import Launch, check_numbers, counted, one_pass, overwrite
 
 Tree = Any
 
@@ -147,7 +147,7 @@ def sgd(
 
     def kernel(
         grads: Tree, state: SgdState, params: Tree, *, finite: torch.Tensor | None, donate: bool
-    ) -> tuple[Tree, SgdState]:
+    ) -> tuple[Tree, SgdState] | None:
         rate = scheduled(learning_rate, state.count)
 
         def launch(on: Launch) -> None:
@@ -165,7 +165,11 @@ def sgd(
             )
 
         totals = () if momentum is None else (state.momentum,)
-        params, *totals = overwrite(launch, grads, params, *totals, finite=finite, donate=donate)
-        return params, SgdState(state.count + (1 if finite is None else finite), *(totals or (None,)))
+        others = (rate, state.count)
+        found = overwrite(launch, grads, params, *totals, others=others, finite=finite, donate=donate)
+        if found is None:
+            return None
+        params, *totals = found
+        return params, SgdState(counted(state.count, finite), *(totals or (None,)))
 
     return GradientTransformation(init, update, one_pass(update, kernel))

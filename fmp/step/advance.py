@@ -10,7 +10,7 @@ import torch
 
 from fmp import master, random, tree
 from fmp.dtypes import full_precision
-from fmp.optim.fused import shares_memory
+from fmp.optim.aliasing import shares_memory
 from fmp.scaling import LossScale
 from fmp.step.accumulation import accumulate
 from fmp.step.config import ONLY, StepConfig

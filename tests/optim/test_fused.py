@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -164,7 +165,8 @@ def test_memory_that_is_shared_is_not_overwritten():
     for values, g in (
         ({"a": whole, "b": whole}, {"a": torch.ones(8), "b": torch.zeros(8)}),
         ({"a": whole[:4], "b": whole[2:6]}, {"a": torch.ones(4), "b": torch.zeros(4)}),
-        ({"a": whole[:4]}, {"a": whole[4:]}),
+        ({"a": whole[::2], "b": whole[1::2]}, {"a": torch.ones(4), "b": torch.zeros(4)}),
+        ({"a": whole[:4]}, {"a": whole[3:7]}),
     ):
         state = tx.init(values)
         before = whole.clone()
@@ -172,6 +174,48 @@ def test_memory_that_is_shared_is_not_overwritten():
         found, _, found_state = tx.fused(g, state, values, donate=True)
         assert torch.equal(whole, before)
         close((found, found_state), expected)
+
+
+def test_parts_of_one_buffer_are_overwritten_in_their_places():
+    tx = make("sgd momentum")
+    whole = torch.randn(12)
+    values, g = {"a": whole[:4], "b": whole[4:8]}, {"a": whole[8:].clone(), "b": None}
+    state, rest = tx.init(values), whole[4:].clone()
+    expected = by_update(tx, g, state, values)
+    found = tx.fused(g, state, values, donate=True)
+    close(found[::2], expected)
+    assert torch.equal(whole[:4], expected[0]["a"])
+    assert torch.equal(whole[4:], rest)
+
+
+def test_memory_from_elsewhere_that_overlaps_is_not_overwritten():
+    tx = make("sgd")
+    whole = np.ones(8, dtype=np.float32)
+    values = {"a": torch.from_numpy(whole[:5]), "b": torch.from_numpy(whole[3:])}
+    g = {"a": torch.ones(5), "b": torch.ones(5)}
+    found, _, _ = tx.fused(g, tx.init(values), values, donate=True)
+    assert (whole == 1).all()
+    close(found, by_update(tx, g, tx.init(values), values)[0])
+
+
+def test_a_learning_rate_that_autograd_follows_gets_update():
+    rate = torch.tensor(0.1, requires_grad=True)
+    for tx in (optim.sgd(rate, fused=True), optim.adamw(rate, fused=True)):
+        values = {"w": torch.ones(3)}
+        assert tx.fused is not None
+        found, _, _ = tx.fused({"w": torch.ones(3)}, tx.init(values), values)
+        (slope,) = torch.autograd.grad(found["w"].sum(), rate)
+        assert slope < 0
+
+
+def test_factors_may_be_numbers_and_have_no_dimensions():
+    tx, values = make("sgd"), {"w": torch.ones(3)}
+    state, g = tx.init(values), {"w": torch.ones(3)}
+    found = tx.fused(g, state, values, inv_scale=0.5, clip=0.5)
+    assert same_bits(found, tx.fused(g, state, values, inv_scale=torch.tensor(0.5), clip=torch.tensor(0.5)))
+    for name in ("inv_scale", "clip"):
+        with pytest.raises(ValueError, match=rf"{name} must be a number or a 0-dim tensor, got f32\[3\]"):
+            tx.fused(g, state, values, **{name: torch.ones(3)})
 
 
 @every

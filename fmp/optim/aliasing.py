@@ -1,0 +1,71 @@
+"""Whether tensors lie in the same memory, so that writing to one would change another."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
+from operator import add, attrgetter, gt
+from typing import Any
+
+import torch
+
+from fmp import _compat, tree
+
+Tree = Any
+PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+"""The types of tensors that are nothing but memory with a shape."""
+
+
+def shares_memory(leaves: Sequence[Any], *others: Tree) -> bool:
+    """Says whether two of some leaves, or one of them and a tensor elsewhere, overlap in memory.
+
+    Args:
+        leaves: Leaves, each of them looked at once.
+        *others: Trees that may share memory among themselves.
+
+    Returns:
+        Whether they do; true also where nobody can tell, as under a torch.func transform or for a sparse tensor.
+
+    Example:
+        >>> weights = torch.zeros(4)
+        >>> shares_memory([weights[:2], weights[2:]]), shares_memory([weights[:2]], {"all": weights})
+        (False, True)
+    """
+    inside, outside = _tensors(leaves), _tensors(tree.leaves(others))
+    if _compat.transform_active() or not PLAIN.issuperset(map(type, chain(inside, outside))):
+        return True
+    if not {torch.strided}.issuperset(map(attrgetter("layout"), chain(inside, outside))):
+        return True
+    begins, ends = _intervals(inside)
+    outer_begins, outer_ends = _intervals(outside)
+    if _are_disjoint(begins + outer_begins, ends + outer_ends):
+        return False
+    if not _are_disjoint(begins, ends):
+        return True
+    begins.sort()
+    ends.sort()
+    for begin, end in zip(outer_begins, outer_ends, strict=True):
+        before = bisect_left(begins, end)  # of those that begin before this one ends, the last reaches furthest
+        if before and ends[before - 1] > begin:
+            return True
+    return False
+
+
+def _tensors(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _intervals(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Where the memory of each tensor begins and ends; one whose entries do not lie side by side gets its storage."""
+    if all(map(torch.Tensor.is_contiguous, tensors)):
+        begins, sizes = list(map(torch.Tensor.data_ptr, tensors)), list(map(attrgetter("nbytes"), tensors))
+    else:
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        begins, sizes = [storage.data_ptr() for storage in storages], [storage.nbytes() for storage in storages]
+    if 0 in sizes:
+        begins, sizes = [list(compress(numbers, sizes)) for numbers in (begins, sizes)]
+    return begins, list(map(add, begins, sizes))
+
+
+def _are_disjoint(begins: list[int], ends: list[int]) -> bool:
+    # In order of their begins, disjoint intervals are in order of their ends, too.
+    return not any(map(gt, sorted(ends), sorted(begins)[1:]))

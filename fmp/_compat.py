@@ -305,6 +305,16 @@ def allow_side_effects_in_checkpoint(allowed: bool) -> bool:
     return before
 
 
+@constant_while_tracing
+def compiler_name() -> str | None:
+    """Returns the name of the backend for which torch.compile traces; None if it has none."""
+    translator: Any = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator
+    backend = translator.current_tx().output.compiler_fn
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_name", None)
+
+
 def making_a_graph() -> bool:
     """Says whether the operators that run here are put into a graph."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

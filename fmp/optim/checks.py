@@ -101,6 +101,13 @@ def items(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def shown(value: Any) -> str:
+    """Writes what came in place of an optimizer, for a message; those of torch write themselves over many lines."""
+    if isinstance(value, torch.optim.Optimizer):
+        return f"an instance of torch.optim.{type(value).__name__}"
+    return repr(value)
+
+
 def params_given(grads: Any, params: Any) -> None:
     """Raises a `TypeError` if there are gradients without the parameters that they belong to.
 

@@ -54,7 +54,8 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
 
     Args:
         optimizer_class: The class. Adafactor looks at numbers on the host, so that it runs neither under vmap nor in
-            fullgraph compile; ASGD and Rprop cannot be differentiated, nor can RAdam in its first five steps.
+            fullgraph compile, and it divides by zero for a parameter without entries; ASGD and Rprop cannot be
+            differentiated, nor can RAdam in its first five steps.
         **kwargs: Its options. `lr` may be a number, a 0-dim tensor, or a schedule, which is asked at 0 for the first
             update. Other options must be numbers under `torch.func` and `torch.compile`: `inject_hyperparams` leaves
             those that it is told by `static`. `foreach`, `fused`, `capturable` and `differentiable` are chosen here

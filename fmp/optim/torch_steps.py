@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmp import _compat, tree
 from fmp.dtypes import full_precision
+from fmp.optim import checks
 from fmp.optim.base import Scalar
 from fmp.optim.torch_memory import take_step
 
@@ -45,7 +46,7 @@ def make(optimizer_class: Any, kwargs: dict[str, Any]) -> Maker:
     """
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}; "
+            f"optimizer_class must be a class such as torch.optim.AdamW, got {checks.shown(optimizer_class)}; "
             "its options are further arguments of from_torch"
         )
     for refused, advice in _REFUSED.items():

@@ -11,7 +11,7 @@ import torch
 
 from fmp import _compat, tree
 from fmp.dtypes import casts_itself
-from fmp.optim import GradientTransformation
+from fmp.optim import GradientTransformation, checks
 from fmp.policy import Policy
 from fmp.policy.caster import covered
 from fmp.scaling import LossScale, NoOpLossScale, loss_scale as parse_loss_scale
@@ -205,7 +205,8 @@ def train_step(
     for key, tx in optimizers.items():
         if not isinstance(tx, GradientTransformation):
             raise TypeError(
-                f"optimizer{_at(key)} must be a GradientTransformation such as fmp.optim.adamw(1e-3), got {tx!r}"
+                f"optimizer{_at(key)} must be a GradientTransformation such as fmp.optim.adamw(1e-3), or "
+                f"fmp.optim.from_torch(torch.optim.AdamW, lr=1e-3), got {checks.shown(tx)}"
             )
     if microbatch_weight is not None and not callable(microbatch_weight):
         raise TypeError(f"microbatch_weight must be a function of a microbatch, got {microbatch_weight!r}")

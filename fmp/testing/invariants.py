@@ -54,6 +54,12 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
 
 
+_ABOUT_NONE = (
+    "\nA leaf of the gradients is None where there is none, one of the parameters and their moments where nothing is "
+    "trained. fmp.tree.map passes it like any leaf; return None for it."
+)
+
+
 def run_laws(check: str, laws: Sequence[Law], case: Any, *, only: Collection[str] | None, off: Collection[Law]) -> None:
     """Runs the laws of a check, one after the other.
 
@@ -66,11 +72,11 @@ def run_laws(check: str, laws: Sequence[Law], case: Any, *, only: Collection[str
 
     Raises:
         AssertionError: If a law does not hold, or the part under test raises; the cause is chained.
-        KeyError: If `only` has a name that is not one of an invariant.
+        ValueError: If `only` has a name that is not one of an invariant.
     """
     known = meanings(laws)
     if isinstance(only, str) or (only is not None and not set(only) <= known.keys()):
-        raise KeyError(f"{check}: invariants={only!r} must be a list of some of {list(known)}")
+        raise ValueError(f"{check}: invariants={only!r} must be a list of some of {list(known)}")
     for law in laws:
         name = name_of(law)
         if law in off or (only is not None and name not in only):
@@ -80,7 +86,8 @@ def run_laws(check: str, laws: Sequence[Law], case: Any, *, only: Collection[str
                 law(case)
         except Exception as error:
             found = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
-            raise AssertionError(f"{check}: {name} is broken. {known[name]}\n{found}") from error
+            advice = _ABOUT_NONE if "NoneType" in found else ""
+            raise AssertionError(f"{check}: {name} is broken. {known[name]}\n{found}{advice}") from error
 
 
 def for_all(strategy: SearchStrategy[T], law: Callable[[T], None], *, examples: int) -> None:

@@ -45,9 +45,9 @@ def check_loss_scale(
 
     Raises:
         AssertionError: If an invariant is broken; the message names it, the leaf and the values.
-        KeyError: If `invariants` has an unknown name.
         TypeError: If `make` is not a function, or what it returns is no scaler.
-        ValueError: If `examples`, `steps` or `hysteresis` is not a whole number of at least 1.
+        ValueError: If `invariants` has an unknown name, or `examples`, `steps` or `hysteresis` is not a whole number of
+            at least 1.
 
     Example:
         >>> check_loss_scale(lambda: fmp.DynamicLossScale(growth_interval=2), compile=False, examples=5)

@@ -65,10 +65,9 @@ def check_optimizer(
 
     Raises:
         AssertionError: If an invariant is broken; the message names it, the leaf and the values.
-        KeyError: If `invariants` has an unknown name.
         TypeError: If `tx` is not a `GradientTransformation`.
-        ValueError: If `params` has no floating-point tensor, `dtypes` is empty or has another one, or `examples` is not
-            a whole number of at least 1.
+        ValueError: If `invariants` has an unknown name, `params` has no floating-point tensor, `dtypes` is empty or has
+            another one, or `examples` is not a whole number of at least 1.
 
     Example:
         >>> check_optimizer(fmp.optim.sgd(0.1, momentum=0.9), compile=False, examples=5)

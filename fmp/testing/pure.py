@@ -57,8 +57,8 @@ def check_pure(
 
     Raises:
         AssertionError: If an invariant is broken; the message names it, the leaf and the values.
-        KeyError: If `invariants` has an unknown name.
-        ValueError: If `vmap` is asked for and there is no tensor among the arguments.
+        ValueError: If `invariants` has an unknown name, or `vmap` is asked for and there is no tensor among the
+            arguments.
 
     Example:
         >>> check_pure(lambda x: x * 2, torch.ones(2), vmap=True)

@@ -229,7 +229,7 @@ def test_a_checkpoint_resumes_with_the_same_bits(cls, options, tmp_path):
         (lambda: from_torch(torch.optim.LBFGS), TypeError, "cannot take LBFGS.*evaluates the loss"),
         (lambda: from_torch(torch.optim.SparseAdam), TypeError, "sparse gradients only; use torch.optim.Adam"),
         (lambda: from_torch(torch.nn.Linear), TypeError, "optimizer_class must be a class such as"),  # pyright: ignore[reportArgumentType]
-        (lambda: from_torch(torch.optim.Adam([torch.ones(1)])), TypeError, "optimizer_class must be a class such as"),  # pyright: ignore[reportArgumentType]
+        (lambda: from_torch(torch.optim.Adam([torch.ones(1)])), TypeError, "got an instance of torch.optim.Adam; its"),  # pyright: ignore[reportArgumentType]
         (lambda: from_torch(torch.optim.Adam, learning_rate=0.1), TypeError, r"no option \['learning_rate'\].*'lr'"),
         (lambda: from_torch(torch.optim.Adam, lr=-1.0), ValueError, "lr must be at least 0.0"),
         (

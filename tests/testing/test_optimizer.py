@@ -3,7 +3,7 @@ import inspect
 import pytest
 import torch
 
-from fmp import optim
+from fmp import optim, tree
 from fmp.testing import INVARIANTS, check_optimizer
 from tests.optim import battery
 from tests.testing.broken_optimizers import (
@@ -169,3 +169,12 @@ def test_bad_arguments():
 def test_parameters_may_share_the_end_of_their_paths():
     params = {"weight": torch.ones(2), "layer": {"weight": torch.ones(2)}, "count": torch.ones(3)}
     check_optimizer(optim.adam(0.1), params=params, invariants=["leaves_without_gradient_are_left_alone"])
+
+
+def test_an_optimizer_that_forgets_none_is_told_so():
+    def update(grads, state, params):
+        return tree.map(lambda grad: -grad.float(), grads), state
+
+    tx = optim.GradientTransformation(lambda params: (), update)
+    with pytest.raises(AssertionError, match="passes it like any leaf; return None for it"):
+        check_optimizer(tx)

@@ -8,6 +8,7 @@ from fmp import (
     checkpoint as checkpoint,
     errors as errors,
     master as master,
+    memory as memory,
     optim as optim,
     random as random,
     tree as tree,
@@ -26,7 +27,12 @@ from fmp.policy import (
     opt_level as opt_level,
     promote as promote,
 )
-from fmp.rematerialization import checkpoint_name as checkpoint_name, remat as remat, saveable as saveable
+from fmp.rematerialization import (
+    checkpoint_name as checkpoint_name,
+    remat as remat,
+    remat_sequential as remat_sequential,
+    saveable as saveable,
+)
 from fmp.scaling import (
     DynamicLossScale as DynamicLossScale,
     NoOpLossScale as NoOpLossScale,
@@ -70,11 +76,13 @@ __all__ = [
     "loss_scale",
     "low_precision",
     "master",
+    "memory",
     "opt_level",
     "optim",
     "promote",
     "random",
     "remat",
+    "remat_sequential",
     "saveable",
     "select",
     "train_step",

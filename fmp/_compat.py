@@ -27,6 +27,8 @@ fused_adam_: Any = cast(Any, torch)._fused_adam_
 fused_adamw_: Any = cast(Any, torch)._fused_adamw_
 fused_sgd_: Any = cast(Any, torch)._fused_sgd_
 
+_dispatch_mode: Any = cast(Any, torch._C)._get_dispatch_mode
+_PROXY: Any = cast(Any, torch._C)._TorchDispatchModeKey.PROXY
 _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 # `register_pytree_node(..., namespace="")` is refused, yet only nodes of the global registry are seen by every
@@ -317,12 +319,16 @@ def compiler_name() -> str | None:
 
 def making_a_graph() -> bool:
     """Says whether the operators that run here are put into a graph."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _dispatch_mode(_PROXY) is not None
 
 
-def tag_last_operand(key: str, value: Any) -> None:
-    """Tags the operator whose result the last operator has taken, in the graph that is being made, if there is one."""
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    if mode is not None:
-        last = next(reversed(mode.tracer.graph.nodes))
-        last.args[0].meta[key] = value
+def tag_maker(key: str, value: Any) -> None:
+    """Tags the operator that made what the last operator has taken, which may be a view, in the graph being made."""
+    mode: Any = _dispatch_mode(_PROXY)
+    if mode is None:
+        return
+    node = next(reversed(mode.tracer.graph.nodes)).args[0]
+    while node.op == "call_function" and any(argument.alias_info for argument in node.target._schema.arguments):
+        node = node.args[0]
+    if node.op == "call_function":
+        node.meta[key] = value

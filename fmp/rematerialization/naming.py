@@ -1,9 +1,15 @@
 """Names for values inside of a rematerialised function, by which a policy keeps them."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.fx import traceback
 
 from fmp.rematerialization.recording import name_value
+
+_KEY = "fmp.checkpoint_name"
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
@@ -37,4 +43,13 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         raise TypeError(f"checkpoint_name needs a string as the name, got {name!r}")
     if not is_compiling():
         name_value(x, name)
-    return x
+        return x
+    with traceback.annotate({_KEY: name}):
+        return torch.ops.aten.alias(x)
+
+
+def name_in_graph(op: Any) -> str | None:
+    """Returns the name that an operator of a graph gives its operand, while the graph is run to compile it."""
+    if op is not torch.ops.aten.alias.default:
+        return None
+    return traceback.current_meta.get("custom", {}).get(_KEY)

@@ -93,11 +93,20 @@ class Kept:
 
 
 def name_value(tensor: Tensor, name: str) -> None:
-    """Tells the call that is being recorded, if there is one, the name of a value."""
-    for mode in reversed(_compat.dispatch_modes()):
-        if isinstance(mode, _Recorder):
-            mode.name(_compat.below_transforms(tensor), name)
-            return
+    """Tells the call that is being recorded, if there is one, the name of a value, and the modes that listen."""
+    modes = _compat.dispatch_modes()
+    recorders = [mode for mode in modes if isinstance(mode, _Recorder)]
+    listeners = [mode for mode in modes if isinstance(mode, NameListener) and mode not in recorders]
+    for mode in (*recorders[-1:], *listeners):
+        mode.name(_compat.below_transforms(tensor), name)
+
+
+class NameListener(TorchDispatchMode):
+    """A mode that is told the names of values."""
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Takes note of the name of a value."""
+        raise NotImplementedError
 
 
 class _Counter(TorchDispatchMode):

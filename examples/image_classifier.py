@@ -250,14 +250,17 @@ def compare(args: argparse.Namespace) -> None:
         )
 
 
-def at_least(kind: Callable[[str], float], low: float, *, open: bool = False) -> Callable[[str], float]:
-    """Returns a reader of finite numbers of a kind, from `low` on, or above it."""
+def at_least(
+    kind: Callable[[str], float], low: float, *, open: bool = False, below: float = math.inf
+) -> Callable[[str], float]:
+    """Returns a reader of finite numbers of a kind, from `low` on, or above it, and below another one."""
 
     def read(text: str) -> float:
         number = kind(text)
-        if not low <= number < math.inf or (open and number == low):
+        if not low <= number < below or (open and number == low):
+            upper = "finite" if below == math.inf else f"below {below:g}"
             raise argparse.ArgumentTypeError(
-                f"must be {'above' if open else 'at least'} {low:g} and finite, got {text}"
+                f"must be {'above' if open else 'at least'} {low:g} and {upper}, got {text}"
             )
         return number
 
@@ -273,7 +276,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("-b", "--batch-size", type=at_least(int, 2), default=64)
     parser.add_argument("--lr", "--learning-rate", type=at_least(float, 0, open=True), default=0.1, help="at its peak")
-    parser.add_argument("--momentum", type=at_least(float, 0), default=0.9)
+    parser.add_argument("--momentum", type=at_least(float, 0, below=1), default=0.9)
     parser.add_argument("--weight-decay", "--wd", type=at_least(float, 0), default=1e-4)
     parser.add_argument("-p", "--print-freq", type=at_least(int, 1), default=10, help="steps from line to line")
     parser.add_argument("--resume", type=Path, metavar="PATH", help="a checkpoint to go on from, by the same flags")

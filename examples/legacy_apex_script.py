@@ -10,7 +10,9 @@ checkpoint. New code is better written with `fmp.train_step`; this is for code t
 """
 
 import argparse
+import math
 import os
+import pickle
 
 import torch
 import torch.nn as nn
@@ -76,7 +78,7 @@ def test(model, device, loader):
     return 100.0 * correct / len(loader.dataset)
 
 
-def parse_arguments():
+def make_parser():
     parser = argparse.ArgumentParser(description="MNIST with Apex amp")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=4)
@@ -89,34 +91,69 @@ def parse_arguments():
     parser.add_argument("--loss-scale", type=str, default=None)
     parser.add_argument("--resume", type=str, default=None)
     parser.add_argument("--output", type=str, default="out/legacy_apex_script")
-    return parser.parse_args()
+    return parser
+
+
+def check(args):
+    """Returns what is wrong with the arguments, or None."""
+    if not 2 <= args.batch_size <= 4000:
+        return f"argument --batch-size: must be from 2 to 4000, the number of images, got {args.batch_size}"
+    if args.epochs < 1:
+        return f"argument --epochs: must be at least 1, got {args.epochs}"
+    if not 0 < args.lr < math.inf:
+        return f"argument --lr: must be above 0 and finite, got {args.lr}"
+    if not 0 <= args.momentum < 1:
+        return f"argument --momentum: must be at least 0 and below 1, got {args.momentum}"
+    if not args.clip > 0:
+        return f"argument --clip: must be above 0, got {args.clip}"
+    if not 0 <= args.seed < 2**32:
+        return f"argument --seed: must be at least 0 and below 2**32, got {args.seed}"
+    if args.resume and not os.path.isfile(args.resume):
+        return f"argument --resume: there is no file {args.resume}"
+    return None
 
 
 def main():
-    args = parse_arguments()
+    parser = make_parser()
+    args = parser.parse_args()
+    problem = check(args)
+    if problem:
+        parser.error(problem)
+    try:
+        os.makedirs(args.output, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --output: {error}")
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train_loader, test_loader = make_loaders(args)
 
     model = Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    model, optimizer = amp.initialize(
-        model,
-        optimizer,
-        opt_level=args.opt_level,
-        keep_batchnorm_fp32=args.keep_batchnorm_fp32,
-        loss_scale=args.loss_scale,
-    )
+    try:
+        model, optimizer = amp.initialize(
+            model,
+            optimizer,
+            opt_level=args.opt_level,
+            keep_batchnorm_fp32=args.keep_batchnorm_fp32,
+            loss_scale=args.loss_scale,
+        )
+    except (AssertionError, RuntimeError, ValueError) as error:
+        parser.error(str(error))
 
     first = 0
     if args.resume:
-        checkpoint = torch.load(args.resume)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        amp.load_state_dict(checkpoint["amp"])
-        first = checkpoint["epoch"]
+        try:
+            checkpoint = torch.load(args.resume, map_location=device)
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            amp.load_state_dict(checkpoint["amp"])
+            first = checkpoint["epoch"]
+        except (EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            parser.error(f"argument --resume: {args.resume} is no checkpoint of this script: {reason}")
+        if first >= args.epochs:
+            parser.error(f"argument --epochs: {args.resume} has {first} already, so give more, got {args.epochs}")
 
-    os.makedirs(args.output, exist_ok=True)
     for epoch in range(first, args.epochs):
         loss = train(args, model, device, train_loader, optimizer, epoch)
         accuracy = test(model, device, test_loader)

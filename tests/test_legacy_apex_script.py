@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fmp.compat import amp
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPT = EXAMPLES / "legacy_apex_script.py"
 
@@ -96,3 +98,59 @@ def test_it_resumes_with_its_loss_scale(tmp_path):
     assert second < first / 2
     scaler = torch.load(tmp_path / "second" / "checkpoint.pt")["amp"]["loss_scaler0"]
     assert scaler["unskipped"] == 2 * (4000 // 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "100000"], "argument --batch-size: must be from 2 to 4000, the number of images, got 100000"),
+        (["--batch-size", "1"], "argument --batch-size"),
+        (["--batch-size", "many"], "invalid int value: 'many'"),
+        (["--epochs", "0"], "argument --epochs: must be at least 1, got 0"),
+        (["--lr", "nan"], "argument --lr: must be above 0 and finite, got nan"),
+        (["--lr", "-1"], "argument --lr"),
+        (["--momentum", "2"], "argument --momentum: must be at least 0 and below 1, got 2.0"),
+        (["--clip", "-1"], "argument --clip: must be above 0, got -1.0"),
+        (["--clip", "0"], "argument --clip"),
+        (["--clip", "nan"], "argument --clip"),
+        (["--seed", "-1"], "argument --seed"),
+        (["--output", __file__], "argument --output: "),
+        (["--resume", "nowhere.pt"], "argument --resume: there is no file nowhere.pt"),
+        (["--resume", str(EXAMPLES)], "argument --resume: there is no file"),
+        (["--resume", __file__], "is no checkpoint of this script: "),
+        (["--opt-level", "O9"], "got 'O9'"),
+        (["--opt-level", "O1", "--keep-batchnorm-fp32", "True"], "keep_batchnorm_fp32=True at O1"),
+        (["--opt-level", "O2", "--keep-batchnorm-fp32", "x"], "keep_batchnorm_fp32 must be True, False"),
+        (["--loss-scale", "True"], "loss_scale must be 'dynamic', a number or its string, got 'True'"),
+        (["--loss-scale", "0"], "loss_scale must be positive"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
+    refusal = refused(["--output", str(tmp_path), *arguments], monkeypatch, capsys)
+    assert message in refusal
+
+
+def test_a_checkpoint_that_is_not_one_of_this_run_is_refused(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "other.pt"
+    torch.save({"model": {}}, path)
+    arguments = ["--output", str(tmp_path), "--resume", str(path)]
+    assert "is no checkpoint of this script: " in refused(arguments, monkeypatch, capsys)
+
+
+def test_a_run_that_has_ended_already_says_so(tmp_path, in_float32, monkeypatch, capsys):
+    arguments = ["--opt-level", "O0", "--resume", str(in_float32[1]), "--epochs", "2", "--output", str(tmp_path)]
+    assert "has 2 already, so give more, got 2" in refused(arguments, monkeypatch, capsys)
+
+
+def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs the script, which must end by one line of argparse, and returns that line."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["legacy_apex_script.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    amp.shutdown()
+    assert end.value.code == 2
+    usage, line, rest = capsys.readouterr().err.rpartition("legacy_apex_script.py: error: ")
+    assert usage.startswith("usage: ")
+    assert rest.count("\n") == 1
+    return line + rest

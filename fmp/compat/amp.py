@@ -32,6 +32,8 @@ What differs from Apex, on purpose:
 - A dynamic scale never falls to 0; scales that are not positive and finite are refused.
 - Gradients that are left scaled (`delay_unscale`) stand in the masters, and are rescaled if the next pass has another
   scale. `zero_grad()` of model or optimizer drops them; `step()` refuses them, and `step()` inside of `scale_loss`.
+- Without masters, the same holds for gradients that a pass leaves in optimizers that it was not given. With masters,
+  `step()` refuses to do nothing after a backward pass outside of `scale_loss`.
 - `scale_loss` takes a tuple of optimizers. An exception inside leaves gradients and scale as they were before it.
 - `load_state_dict` checks everything before it changes anything.
 - With `enabled=False`, `state_dict()` is empty, and any dictionary can be loaded.
@@ -43,10 +45,11 @@ What differs from Apex, on purpose:
   so that recomputation is cast. As in Apex, `torch.autocast(..., enabled=False)` does not stop the casting.
 - `register_half_function` and its kin take functions of torch only; decorate others. `cast_model_type=False` takes
   models that mix dtypes.
-- A skipped step is a call of the optimizer's `step` in which no parameter has a gradient.
-
-It cannot skip an overflow in a `scale_loss` inside of `step(closure)`, since that step is in progress. An optimizer of
-your own whose `step` calls `super().step()` must not use gradients after that.
+- A skipped step is a call of the optimizer's `step` in which no parameter has a gradient. It may come of an overflow
+  inside of `step(closure)`. Under O1 a closure is cast, and what the step does before and after is not.
+- Parameters in float64 train in float64; what cannot be scaled is refused by `initialize`.
+- Models that are cast later, as by `model.float()`, take their inputs in the new dtype.
+- `load_state_dict` warns of another opt level, by an attribute of what `state_dict` returns.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,8 +59,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmp.compat import losses, masters, models as modules, options, saving
-from fmp.compat.casting import Casting
+from fmp.compat import options, saving
+from fmp.compat.beginning import begin
+from fmp.compat.current import current, the_session
 from fmp.compat.registry import (
     float_function as float_function,
     half_function as half_function,
@@ -65,11 +69,7 @@ from fmp.compat.registry import (
     register_float_function as register_float_function,
     register_half_function as register_half_function,
     register_promote_function as register_promote_function,
-    registry,
-    with_entries,
 )
-from fmp.compat.session import Session, current, the_session
-from fmp.policy import OpRules
 from fmp.policy.caster import covered
 from fmp.policy.fields import as_flag
 
@@ -88,6 +88,21 @@ __all__ = [
     "shutdown",
     "state_dict",
 ]
+
+
+_INSTEAD = {
+    "_amp_state": 'amp.state_dict()["loss_scaler0"]["loss_scale"] is the scale of the first loss',
+    "init": 'call amp.initialize(model, optimizer, opt_level="O1")',
+}
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def __getattr__(name: str) -> Any:
+    instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 
 def initialize(
@@ -135,7 +150,7 @@ def initialize(
     Raises:
         RuntimeError: If amp is initialized already, the opt level is unknown, a property contradicts it, a model is
             wrapped or cast already, or an optimizer is given twice.
-        TypeError: If an argument is of a wrong type.
+        TypeError: If an argument is of a wrong type, or a parameter of an optimizer is complex or of 8 bits.
         ValueError: If a number is out of range.
         AssertionError: If `keep_batchnorm_fp32` is no switch.
 
@@ -175,26 +190,11 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    stepping = masters.as_list(optimizers)
-    trained = list(dict.fromkeys(modules.as_list(models)))
-    modules.check(trained, chosen)
-    for name, value in {"num_losses": num_losses, "verbosity": verbosity}.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-    if num_losses < 0:
-        raise ValueError(f"num_losses must be at least 0, got {num_losses}")
-    scaler = losses.make_loss(chosen.loss_scale, min_loss_scale, max_loss_scale)
-
-    skip = as_flag("skip_nonfinite", skip_nonfinite)
-    scalers = [scaler] * num_losses
-    session = Session(trained, stepping, chosen, scalers, skip_nonfinite=skip, verbosity=verbosity)
-    if chosen.patch_torch_functions:
-        rules = with_entries(OpRules.apex(), registry.take())
-        session.casting = Casting(rules, chosen.half, tells=verbosity >= 2)
-    current.session = session
-    session.say(f"Selected optimization level {opt_level}: {chosen.meaning()}")
+    bounds = (min_loss_scale, max_loss_scale)
+    current.session = begin(models, optimizers, chosen, num_losses, verbosity, bounds, skip_nonfinite)
+    current.session.say(f"Selected optimization level {opt_level}: {chosen.meaning()}")
     for line in [*lines, "After overrides, the options are:", *chosen.describe()]:
-        session.say(line)
+        current.session.say(line)
     return result
 
 
@@ -243,7 +243,7 @@ def scale_loss(
         RuntimeError: If amp is not initialized, an optimizer is unknown to it, or the block is inside of another one
             for the same optimizer.
         IndexError: If there is no such scaler.
-        TypeError: If an argument is of a wrong type, or an optimizer has parameters that are neither float32 nor half.
+        TypeError: If an argument is of a wrong type, or parameters that joined an optimizer are complex or of 8 bits.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -311,7 +311,8 @@ def state_dict() -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Restores what `state_dict` returned, or what that of Apex did, after `initialize` with the same opt level.
 
-    The order of the entries counts, not the number in their names. Masters set the parameters of the model, too.
+    The order of the entries counts, not the number in their names. Masters set the parameters of the model, too. A
+    dictionary of another opt level, or of another number of losses, is loaded with a printed warning.
 
     Args:
         state_dict: The dictionary. Of more loss scalers than there are, the first ones are loaded; of fewer, the

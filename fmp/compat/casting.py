@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from fmp import _compat
 from fmp._composite import body, inside
@@ -14,7 +15,7 @@ from fmp.policy.caster import Caster
 
 
 class Casting:
-    """Casts what torch functions are given in this thread, until it is left.
+    """Casts what torch functions are given in this thread, from `enter` to `leave`.
 
     Args:
         rules: The rules.
@@ -25,8 +26,13 @@ class Casting:
     def __init__(self, rules: OpRules, low: torch.dtype, *, tells: bool = False):
         self._caster = TellingCaster(rules, low) if tells else SessionCaster(rules, low)
         self._paused = False
+        self._is_on = False
         self._thread = threading.get_ident()
+
+    def enter(self) -> None:
+        """Begins casting."""
         self._caster.__enter__()
+        self._is_on = True
 
     def pause(self) -> None:
         """Switches casting off."""
@@ -62,9 +68,34 @@ class Casting:
         Raises:
             RuntimeError: If this is another thread than the one that it began in.
         """
+        if not self._is_on:
+            return
         if threading.get_ident() != self._thread:
             raise RuntimeError("amp.shutdown: call it in the thread that called amp.initialize")
+        self._is_on = False
         _compat.remove_function_mode(self._caster)
+
+
+class Resume:
+    """A forward pre-hook that switches casting on, in case a failed step has left it off.
+
+    Args:
+        casting: The casting mode; None in a copy of the model.
+    """
+
+    def __init__(self, casting: Casting | None):
+        self.casting = casting
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Switches it on."""
+        if self.casting is not None:
+            self.casting.resume()
+
+    def __deepcopy__(self, memo: Any) -> "Resume":
+        return Resume(None)
+
+    def __reduce__(self) -> Any:
+        return Resume, (None,)
 
 
 # A mode is off inside the functions that it is shown, and these run custom functions and recomputation.

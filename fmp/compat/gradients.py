@@ -10,8 +10,9 @@ Each pass finds `.grad` empty, so that its own gradients can be unscaled apart f
 `earlier` is what the target had: the gradient of the master, or what was taken.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,17 +26,15 @@ Taken = Mapping[Tensor, Tensor | None]
 
 
 class Delayed(NamedTuple):
-    """What a delayed pass has left at a target.
+    """What a pass has left scaled at a target.
 
     Attributes:
         scaler: What it is scaled by.
-        own: The gradient of that pass in the parameter, whose absence or change tells of `model.zero_grad()`.
-        version: Its version.
+        is_cleared: Whether the present gradient of the parameter tells that somebody has cleared it since.
     """
 
     scaler: LossScale
-    own: Tensor | None
-    version: int
+    is_cleared: Callable[[Tensor | None], bool]
 
 
 # By parameter.
@@ -47,19 +46,19 @@ def forget_cleared(targets: Targets, pending: Pending) -> None:
     for param, target in targets.items():
         if param not in pending:
             continue
-        own, version = pending[param].own, pending[param].version
-        changed = param.grad is not own or (own is not None and own._version != version)
-        if target is not param and changed:
+        cleared = pending[param].is_cleared(param.grad)
+        if cleared and target is not param:
             target.grad = None
-        if target.grad is None:
+        if cleared or target.grad is None:
             del pending[param]
 
 
 def take(targets: Targets) -> Taken:
     """Takes the gradients of parameters away."""
-    taken = {param: param.grad for param in targets}
-    for param in targets:
-        param.grad = None
+    with torch._C.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
+        taken = {param: param.grad for param in targets}
+        for param in targets:
+            param.grad = None
     return taken
 
 
@@ -76,7 +75,16 @@ def keep_scaled(targets: Targets, taken: Taken, pending: Pending, scaler: LossSc
         target.grad = _all_scaled(param, target, taken, pending, scaler)
         pending.pop(param, None)
         if target.grad is not None:
-            pending[param] = Delayed(scaler, param.grad, 0 if param.grad is None else param.grad._version)
+            pending[param] = Delayed(scaler, _is_none if target is param else _differs_from(param.grad))
+
+
+def bring_back(taken: Taken, pending: Pending, scaler: LossScale) -> None:
+    """Puts the gradients of parameters back that a pass was not meant for; where it has added some, all stay scaled."""
+    reached = {param: param for param in taken if param.grad is not None}
+    give_back({param: grad for param, grad in taken.items() if param not in reached})
+    keep_scaled(reached, taken, pending, scaler)
+    for param in reached:
+        pending[param] = Delayed(scaler, _is_another_than(param.grad))
 
 
 @torch.no_grad()
@@ -132,6 +140,20 @@ def _all_scaled(param: Tensor, target: Tensor, taken: Taken, pending: Pending, s
         rescaled: Tensor = scaler.scale(before.unscale(earlier))
         earlier = rescaled.to(earlier.dtype)
     return _add(earlier, new)
+
+
+def _is_none(grad: Tensor | None) -> bool:
+    return grad is None
+
+
+def _is_another_than(own: Any) -> Callable[[Tensor | None], bool]:
+    reference = weakref.ref(own)  # nobody may need the gradient of such a pass
+    return lambda grad: reference() is not grad
+
+
+def _differs_from(own: Tensor | None) -> Callable[[Tensor | None], bool]:
+    version = None if own is None else own._version
+    return lambda grad: grad is not own or (grad is not None and grad._version != version)
 
 
 def _add(earlier: Tensor | None, new: Tensor | None) -> Tensor | None:

@@ -52,14 +52,26 @@ class CastInputs:
 
     Args:
         dtype: The dtype.
+        follows: Whether to take another dtype once no parameter of the module has this one: somebody has called
+            `module.float()`, as for an average of the weights.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, *, follows: bool = False):
         self.dtype = dtype
+        self.follows = follows
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Returns the cast arguments."""
-        return cast_nested(args, self.dtype), cast_nested(kwargs, self.dtype)
+        dtype = self._dtype_of(module) if self.follows else self.dtype
+        return cast_nested(args, dtype), cast_nested(kwargs, dtype)
+
+    def _dtype_of(self, module: nn.Module) -> torch.dtype:
+        first = None
+        for param in module.parameters():
+            if param.dtype == self.dtype:
+                return self.dtype
+            first = param.dtype if first is None and is_castable(param) else first
+        return first or self.dtype
 
 
 class CastOutputs:

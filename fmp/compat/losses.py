@@ -38,6 +38,10 @@ class Loss:
         """The scale as a number."""
         return float(self.scaler.loss_scale)
 
+    def changes_gradients(self, checks: bool, masters: bool | None) -> bool:
+        """Says whether a backward pass has more to do than without amp."""
+        return checks or bool(masters) or self.is_dynamic or self.scale != 1.0
+
     def adjust(self, grads_finite: Tensor) -> "Loss":
         """Returns the loss scaling after one more backward pass."""
         return Loss(self.scaler.adjust(grads_finite), self.static_updates + (not self.is_dynamic))
@@ -77,7 +81,8 @@ def make_loss(loss_scale: float | str, min_loss_scale: Any, max_loss_scale: Any)
             return Loss(StaticLossScale(loss_scale))
         except ValueError as error:
             raise ValueError(str(error).replace("value", "loss_scale", 1)) from None
-    floor = _bound("min_loss_scale", min_loss_scale or LOWEST_SCALE)
+    no_floor = min_loss_scale is None or (min_loss_scale == 0 and not isinstance(min_loss_scale, bool))
+    floor = LOWEST_SCALE if no_floor else _bound("min_loss_scale", min_loss_scale)
     ceiling = _bound("max_loss_scale", max_loss_scale)
     if floor > ceiling:
         raise ValueError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}")

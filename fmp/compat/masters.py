@@ -3,6 +3,7 @@
 Nothing of the optimizer is replaced. Masters stand in its `param_groups`, and hooks run before and after its step.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fmp.compat.gradients import Pending, forget_cleared
-from fmp.compat.models import check_trainable
 from fmp.dtypes import full_precision, is_castable
 from fmp.tree import describe
+
+_TRAINED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # By parameter. Optimizers that share a parameter share its master.
 Masters = dict[Tensor, Tensor]
@@ -34,6 +36,27 @@ def as_list(optimizers: Any) -> list[torch.optim.Optimizer]:
     return given
 
 
+def check_params(optimizer: torch.optim.Optimizer, name: str = "optimizers") -> None:
+    """Refuses parameters whose gradients amp cannot scale.
+
+    Args:
+        optimizer: The optimizer.
+        name: What to call it.
+
+    Raises:
+        TypeError: If a parameter is neither float64 or float32 nor of 16 bits.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        with torch._C.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
+            refused = [p.requires_grad and p.dtype not in _TRAINED for p in group["params"]]
+        for index, tensor in enumerate(group["params"]):
+            if refused[index]:
+                raise TypeError(
+                    f"{name}.param_groups[{number}]['params'][{index}] of {type(optimizer).__name__} is "
+                    f"{describe(tensor)}; amp trains parameters of float64, float32, float16 and bfloat16"
+                )
+
+
 class ManagedOptimizer:
     """What a session knows of one optimizer.
 
@@ -52,6 +75,9 @@ class ManagedOptimizer:
         self._masters = masters
         self._params: dict[Tensor, Tensor] = {}  # by master
         self._hidden: dict[Tensor, Tensor] = {}  # gradients that a skipped step must not see
+        self._noted: dict[
+            Tensor, tuple[Any, int]
+        ] = {}  # by parameter, a weak reference to its gradient, and its version
 
     def find_params(self) -> None:
         """Puts masters in the place of the half parameters that have joined the groups since the last time.
@@ -60,16 +86,18 @@ class ManagedOptimizer:
             TypeError: If a parameter has a dtype that amp does not train.
             ValueError: If the optimizer has a parameter already, whose master torch did not know.
         """
+        if self._masters is None:
+            return
+        check_params(self.optimizer)
         new = []
         present = set(self._tensors())
         for group in self.optimizer.param_groups:
             for index, tensor in enumerate(group["params"]):
                 if tensor in self._params or not tensor.requires_grad:
                     continue
-                check_trainable(tensor)
-                if self._masters is not None and self._masters.get(tensor) in present:
+                if self._masters.get(tensor) in present:
                     raise ValueError(f"optimizers: a parameter {describe(tensor)} is in two groups of one optimizer")
-                if self._masters is not None and tensor.dtype != full_precision(tensor.dtype):
+                if tensor.dtype != full_precision(tensor.dtype):
                     new.append((group["params"], index, tensor))
         for params, index, param in new:
             self._promote(params, index, param)
@@ -110,6 +138,28 @@ class ManagedOptimizer:
             tensor.grad = grad
         self._hidden.clear()
 
+    def forget_hidden(self) -> None:
+        """Drops the hidden gradients, which only a step that has raised leaves behind."""
+        self._hidden.clear()
+
+    def note_grads(self) -> None:
+        """Takes note of the gradients of parameters with masters, so that new ones can be told from them."""
+        grads = ((param, param.grad) for param in self._params.values())
+        self._noted = {param: (weakref.ref(grad), grad._version) for param, grad in grads if grad is not None}
+
+    def misses_grads(self) -> bool:
+        """Says whether parameters with masters have new gradients, while no master has one."""
+        masters = self.masters()
+        return all(master.grad is None for master in masters) and any(
+            self._has_new_grad(self._params[master]) for master in masters
+        )
+
+    def _has_new_grad(self, param: Tensor) -> bool:
+        if param.grad is None:
+            return False
+        noted, version = self._noted.get(param, (lambda: None, 0))
+        return (noted() is not param.grad or version != param.grad._version) and bool(param.grad.any())
+
     def masters(self) -> list[Tensor]:
         """Lists the masters that the optimizer works on."""
         return [tensor for tensor in self._tensors() if tensor in self._params]
@@ -122,7 +172,8 @@ class ManagedOptimizer:
         """Says whether gradients are left that a delayed pass has not unscaled."""
         targets = self.targets()
         forget_cleared(targets, pending)
-        return not pending.keys().isdisjoint(targets)
+        grads = [targets[param].grad for param in targets if param in pending]
+        return any(grad is not None and bool(grad.any()) for grad in grads)
 
     def recast_state(self) -> None:
         """Gives the state that the optimizer has already the dtypes of its parameters."""
@@ -144,6 +195,7 @@ class ManagedOptimizer:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
+    @torch.inference_mode(False)  # a script may look at the masters first when it evaluates
     def _promote(self, params: list[Tensor], index: int, param: Tensor) -> None:
         assert self._masters is not None
         if param not in self._masters:
@@ -171,7 +223,8 @@ class RefreshMasters:
     @torch.no_grad()
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         """Looks at the parameters of one module."""
-        for param in module.parameters(recurse=False):
+        compiled = (part for part in module.children() if isinstance(part, torch.jit.ScriptModule))  # take no hooks
+        for param in (*module.parameters(recurse=False), *(param for part in compiled for param in part.parameters())):
             master = self.masters.get(param)
             if master is None or torch.equal(master.to(param.dtype), param):
                 continue

@@ -45,7 +45,7 @@ def check(models: Sequence[nn.Module], options: Options) -> None:
         options: With `cast_model_type=False`, models may mix dtypes.
 
     Raises:
-        RuntimeError: If a model is wrapped for parallel training or has a 16-bit tensor.
+        RuntimeError: If a model is wrapped for parallel training, compiled by `torch.jit`, or has a 16-bit tensor.
         ValueError: If a parameter is not initialised yet.
     """
     for model in models:
@@ -53,6 +53,11 @@ def check(models: Sequence[nn.Module], options: Options) -> None:
             raise RuntimeError(
                 f"models: {type(model).__name__} is wrapped already; call amp.initialize on the plain model, then wrap "
                 "what it returns"
+            )
+        if isinstance(model, torch.jit.ScriptModule):
+            raise RuntimeError(
+                f"models: {type(model).__name__} is compiled by torch.jit, whose functions cannot be cast; give "
+                "amp.initialize the module that it was made of"
             )
         for name, tensor in _named_tensors(model):
             if is_lazy(tensor):
@@ -64,7 +69,7 @@ def check(models: Sequence[nn.Module], options: Options) -> None:
                 )
 
 
-def cast(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> list[Place]:
+def cast(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> Iterator[Place]:
     """Casts the floating-point parameters and buffers of a model in place, gradients included.
 
     Args:
@@ -72,19 +77,17 @@ def cast(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> list[
         dtype: The dtype.
         keep_batchnorm: Leaves batch normalisation with weights alone.
 
-    Returns:
-        What was cast, for `put_back`.
+    Yields:
+        What is cast next, for `put_back`.
     """
-    places = []
     for module in model.modules():
         if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
             continue
         for name, tensor in _own_tensors(module):
             if is_castable(tensor) and tensor.dtype != dtype:
-                places.append(Place(module, name, tensor.dtype))
+                yield Place(module, name, tensor.dtype)
                 _set(module, name, tensor.detach().to(dtype))
         _flatten(module)
-    return places
 
 
 def put_back(places: Sequence[Place], masters: dict[Tensor, Tensor]) -> None:
@@ -96,35 +99,24 @@ def put_back(places: Sequence[Place], masters: dict[Tensor, Tensor]) -> None:
         _flatten(module)
 
 
-def add_hooks(model: nn.Module, options: Options) -> list[Any]:
+def add_hooks(model: nn.Module, options: Options) -> Iterator[Any]:
     """Casts what goes in and comes out by hooks.
 
-    Returns:
+    Yields:
         Handles that remove the hooks.
     """
-    handles: list[Any] = []
     if options.model_dtype is not None:
-        handles.append(model.register_forward_pre_hook(CastInputs(options.model_dtype), with_kwargs=True))
-        handles.append(model.register_state_dict_post_hook(state_dict_in_float32))
+        follows = any(param.dtype == options.model_dtype for param in model.parameters())
+        cast_inputs = CastInputs(options.model_dtype, follows=follows)
+        yield model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        yield model.register_state_dict_post_hook(state_dict_in_float32)
     if options.output_dtype is not None:
         # First, so that other hooks see the outputs that the caller sees.
-        handles.append(model.register_forward_hook(CastOutputs(options.output_dtype), prepend=True))
+        yield model.register_forward_hook(CastOutputs(options.output_dtype), prepend=True)
     if options.patch_torch_functions:
-        layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-        handles += [layer.register_forward_pre_hook(cast_to_weights, with_kwargs=True) for layer in layers]
-    return handles
-
-
-def check_trainable(tensor: Tensor) -> None:
-    """Refuses parameters of an optimizer that Apex refuses.
-
-    Raises:
-        TypeError: If it is neither float32 nor of 16 bits.
-    """
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(
-            f"optimizers: a parameter is {describe(tensor)}; amp trains parameters of float32, float16 or bfloat16"
-        )
+        for layer in model.modules():
+            if isinstance(layer, nn.RNNBase):
+                yield layer.register_forward_pre_hook(cast_to_weights, with_kwargs=True)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

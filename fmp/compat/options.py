@@ -81,7 +81,7 @@ def defaults(opt_level: Any, half_dtype: Any = torch.float16) -> Options:
         >>> defaults("O2").loss_scale, defaults("O2", torch.bfloat16).loss_scale
         ('dynamic', 1.0)
     """
-    if opt_level not in _MEANING:
+    if not isinstance(opt_level, str) or opt_level not in _MEANING:
         raise RuntimeError(
             f"opt_level must be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is the letter O, not "
             "a zero"
@@ -189,9 +189,11 @@ def _masters(options: Options, value: Any) -> bool | None:
 
 
 def _loss_scale(value: Any) -> float | str | None:
-    if value is None or value == "dynamic":
+    if value is None or (isinstance(value, str) and value == "dynamic"):
         return value
     try:
+        if isinstance(value, bool | bytes):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"loss_scale must be 'dynamic', a number or its string, got {value!r}") from None

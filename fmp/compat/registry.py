@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from fmp import tree
-from fmp.compat.session import current
+from fmp.compat.current import current
 from fmp.policy import OpRules
 from fmp.policy.caster import Caster, casters, check_function
 
@@ -127,6 +127,8 @@ def promote_function(fn: Fn) -> Fn:
 
 
 def _casting(name: str, fn: Fn, dtype_of: Callable[[Caster, list[torch.dtype]], torch.dtype]) -> Fn:
+    if isinstance(fn, staticmethod | classmethod):
+        return type(fn)(_casting(name, fn.__func__, dtype_of))  # pyright: ignore[reportReturnType]
     check_function(f"amp.{name}", fn)
 
     @functools.wraps(fn, updated=())

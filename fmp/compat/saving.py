@@ -1,26 +1,36 @@
 """The state dict of a session: Apex's entries for the loss scalers, and the float32 masters, which Apex loses."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fmp.compat import losses
 from fmp.compat.session import Session
+from fmp.dtypes import short_name
 from fmp.tree import describe
 
 _MASTERS = "masters"
 
 
-def save(session: Session) -> dict[str, Any]:
+# Apex's type. It has attributes, as the state dict of a module, so that the keys stay Apex's.
+StateDict = OrderedDict[str, Any]
+
+
+def save(session: Session) -> StateDict:
     """Returns the state of a session, see `amp.state_dict`."""
-    state: dict[str, Any] = {f"loss_scaler{index}": loss.state_dict() for index, loss in enumerate(session.losses)}
+    state: StateDict = OrderedDict()
+    vars(state)["_metadata"] = {"opt_level": _level(session)}
+    state.update((f"loss_scaler{index}", loss.state_dict()) for index, loss in enumerate(session.losses))
     if session.options.master_weights:
         session.working_tensors()
         state[_MASTERS] = session.master_values()
     return state
 
 
+@torch.inference_mode(False)
 def load(session: Session, state_dict: Mapping[str, Any]) -> None:
     """Restores the state of a session, see `amp.load_state_dict`."""
     unknown = [key for key in state_dict if key != _MASTERS and "loss_scaler" not in key]
@@ -34,6 +44,11 @@ def load(session: Session, state_dict: Mapping[str, Any]) -> None:
     if values is not None:
         _check_masters(values, session.working_tensors())
 
+    saved_at = getattr(state_dict, "_metadata", {}).get("opt_level")
+    if saved_at is None and values is not None and not session.options.master_weights:
+        saved_at = "a level with master weights"
+    if saved_at is not None and saved_at != _level(session):
+        session.say(f"Warning: the state dict was saved at {saved_at}, and amp was initialized at {_level(session)}")
     if len(names) != len(session.losses):
         session.say(
             f"Warning: the state dict has {len(names)} loss scalers, and amp was initialized with "
@@ -43,6 +58,11 @@ def load(session: Session, state_dict: Mapping[str, Any]) -> None:
         session.losses[index] = session.losses[index].load(scale, unskipped)
     if values is not None:
         session.set_values(values)
+
+
+def _level(session: Session) -> str:
+    level = session.options.opt_level
+    return level if level == "O0" else f"{level} in {short_name(session.options.half)}"
 
 
 def _check_masters(values: Any, tensors: list[list[Tensor]]) -> None:

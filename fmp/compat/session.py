@@ -1,5 +1,6 @@
 """A session: all that lies between `amp.initialize` and `amp.shutdown`."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fmp.compat import gradients, losses, models
-from fmp.compat.casting import Casting, in_this_thread
+from fmp.compat.casting import Casting, Resume, in_this_thread
 from fmp.compat.gradients import Pending
 from fmp.compat.losses import Loss
-from fmp.compat.masters import ManagedOptimizer, Masters, RefreshMasters
+from fmp.compat.masters import ManagedOptimizer, Masters, RefreshMasters, check_params
 from fmp.compat.options import Options
+from fmp.compat.stepping import Stepping
 from fmp.dtypes import full_precision
 from fmp.policy.caster import covered
+from fmp.scaling import LossScale, NoOpLossScale
 
 Optimizer = torch.optim.Optimizer
 
@@ -27,12 +30,13 @@ class Session:
         optimizers: Their optimizers.
         options: Apex's properties.
         scalers: The scaling of each loss.
+        casting: O1's casting mode, not entered yet; None elsewhere.
         skip_nonfinite: Whether a static scale, too, checks for overflow and skips.
         verbosity: How much to print.
 
     Attributes:
         losses: The scaling of each loss, from the last backward pass.
-        casting: O1's casting mode, which `amp.initialize` sets; None elsewhere.
+        casting: O1's casting mode; None elsewhere.
     """
 
     def __init__(
@@ -41,24 +45,45 @@ class Session:
         optimizers: Sequence[Optimizer],
         options: Options,
         scalers: Sequence[Loss],
+        casting: Casting | None,
         *,
         skip_nonfinite: bool,
         verbosity: int,
     ):
         self.options = options
         self.losses = list(scalers)
-        self.casting: Casting | None = None
+        self.casting = casting
+        self._modules = modules
         self._verbosity = verbosity
         self._skip_nonfinite = skip_nonfinite
         self._masters: Masters = {}
         self._given_up: Masters = {}
         self._pending: Pending = {}
         self._open: dict[Optimizer, set[Tensor]] = {}  # by optimizer, the parameters of passes in progress
-        self._stepped: dict[Tensor, set[Optimizer]] = {}  # by master, which optimizers have used its gradient
-        self._places = [place for module in modules for place in self._cast(module)]
-        self._optimizers = {optimizer: self._manage(optimizer) for optimizer in optimizers}
-        self._handles = [handle for module in modules for handle in self._module_hooks(module)]
-        self._handles += [handle for optimizer in optimizers for handle in self._optimizer_hooks(optimizer)]
+        self._aside: gradients.Taken = {}  # gradients that the innermost pass in progress is not meant for
+        self._aside_scaler: LossScale = NoOpLossScale()  # of that pass
+        self._places: list[models.Place] = []
+        self._handles: list[Any] = []
+        self._optimizers: dict[Optimizer, ManagedOptimizer] = {}
+        masters = self._masters if options.master_weights else None
+        self._given = {optimizer: ManagedOptimizer(optimizer, masters) for optimizer in optimizers}
+
+    def open(self) -> None:
+        """Casts the models, puts hooks on models and optimizers, and enters the casting of O1.
+
+        If something raises, `close` takes back what was done.
+        """
+        for module in self._modules:
+            self._cast(module)
+        steps = Stepping(self._optimizers, self._pending, self._open, self._given_up, self.casting, self._tell_of_skip)
+        for optimizer, managed in self._given.items():
+            self._optimizers[optimizer] = managed
+            self._recast(managed)
+            self._add_optimizer_hooks(managed, steps)
+        for module in self._modules:
+            self._add_module_hooks(module)
+        if self.casting is not None:
+            self.casting.enter()
 
     @contextmanager
     def scaled(
@@ -69,30 +94,40 @@ class Session:
         if self.casting is not None:
             self.casting.check_on()
         checks = state.is_dynamic or self._skip_nonfinite
+        around = self._aside_scaler if self._open else None
         try:
             with in_this_thread(self.casting):
-                if not checks and not self.options.master_weights and state.scale == 1.0:
+                if not state.changes_gradients(checks, self.options.master_weights):
                     yield loss.to(full_precision(loss.dtype))
                     return
                 managed = self._managed(optimizers)
                 with self._opened(managed) as targets:
+                    self._bring_back()  # what a pass around this one was not meant for, this one may be
                     gradients.forget_cleared(targets, self._pending)
                     taken = gradients.take(targets)
+                    self._set_aside(state.scaler)
                     try:
                         with covered():
                             scaled = state.scaler.scale(loss)
                         yield scaled
                     except BaseException:
-                        gradients.give_back(taken)
+                        gradients.give_back({**taken, **self._aside})
+                        self._aside = {}
                         raise
             with covered():
+                self._bring_back()
                 if delay_unscale:
                     gradients.keep_scaled(targets, taken, self._pending, state.scaler)
                     return
                 unscaled = gradients.unscale(targets, taken, self._pending, state.scaler)
+                for item in managed:
+                    item.note_grads()
                 if not delay_overflow_check:
                     self._adjust(index % len(self.losses), managed, unscaled, checks)
         finally:
+            if around is not None:
+                self._bring_back()
+                self._set_aside(around)
             if self.casting is not None:
                 self.casting.renew_cache()
 
@@ -132,6 +167,9 @@ class Session:
             managed.show_grads()
             gradients.forget_cleared(managed.targets(), self._pending)
             grads |= gradients.settle(managed.targets(), self._pending)
+        for param in list(self._pending):  # of models alone
+            gradients.forget_cleared({param: param}, self._pending)
+            grads |= gradients.settle({param: param}, self._pending)
         for param in grads:
             param.grad = None
         models.put_back(self._places, self._masters)
@@ -141,73 +179,41 @@ class Session:
             managed.release()
             self._recast(managed)
 
-    # --- hooks around the optimizer's step
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        managed = self._optimizers[optimizer]
-        managed.show_grads()
-        if self.options.master_weights:
-            managed.find_params()
-        if optimizer in self._open:
-            raise RuntimeError("step() inside of amp.scale_loss: leave the block first, which unscales the gradients")
-        if managed.has_scaled_grads(self._pending):
-            raise RuntimeError(
-                "step(): the gradients are still scaled by a scale_loss(..., delay_unscale=True); call scale_loss "
-                "without delay_unscale for the last backward pass before a step"
-            )
-        by_itself = managed.skips is None and not managed.has_masters()
-        if not by_itself and any(callable(arg) for arg in (*args[1:], *kwargs.values())):
-            raise RuntimeError(
-                "step(closure): amp supports no closure with master weights or in a step that overflow skips; call "
-                "step() without one"
-            )
-        if self.casting is not None:
-            self.casting.pause()
-        if managed.skips is not None:
-            self._tell_of_skip(managed.skips)
-            managed.hide_grads()
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        managed = self._optimizers[optimizer]
-        if managed.skips is None:
-            managed.copy_to_model()
-        else:
-            managed.show_grads()
-            managed.skips = None
-        self._drop_master_grads(managed)
-        for param in managed.targets():
-            self._given_up.pop(param, None)
-        if self.casting is not None:
-            self.casting.renew_cache()
-            self.casting.resume()
-
-    def _drop_master_grads(self, managed: ManagedOptimizer) -> None:
-        """Clears the gradients of masters, which `model.zero_grad()` does not reach, when all who share one have it."""
-        owners = {item.optimizer: set(item.masters()) for item in self._optimizers.values()}
-        for master in managed.masters():
-            stepped = self._stepped.setdefault(master, set())
-            stepped.add(managed.optimizer)
-            if all(optimizer in stepped for optimizer, masters in owners.items() if master in masters):
-                master.grad = None
-                del self._stepped[master]
-
     def _tell_of_skip(self, index: int) -> None:
         state = self.losses[index]
         change = f"reducing loss scale to {state.scale}" if state.is_dynamic else f"loss scale stays {state.scale}"
         self.say(f"Gradient overflow.  Skipping step, loss scaler {index} {change}")
 
+    def _others(self) -> dict[Tensor, Tensor]:
+        """Lists the parameters, by themselves, that no pass in progress is meant for.
+
+        A pass that reaches them leaves its scale in their gradients: in those of other optimizers, and of parameters
+        that join one later. Half gradients of what has a master are dropped in the end, so they may stay.
+        """
+        trained = (param for managed in self._optimizers.values() for param in managed.targets())
+        inside = (param for module in self._modules for param in module.parameters())
+        meant = set[Tensor]().union(*self._open.values())
+        with torch._C.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
+            found = [param for param in (*trained, *inside) if param not in meant and param.requires_grad]
+            if self.options.master_weights:
+                found = [param for param in found if param.dtype == full_precision(param.dtype)]
+        return {param: param for param in found}
+
+    def _set_aside(self, scaler: LossScale) -> None:
+        others = self._others()
+        gradients.forget_cleared(others, self._pending)
+        self._aside, self._aside_scaler = gradients.take(others), scaler
+
+    def _bring_back(self) -> None:
+        gradients.bring_back(self._aside, self._pending, self._aside_scaler)
+        self._aside = {}
+
     # --- what a session is made of
 
-    def _cast(self, module: nn.Module) -> list[models.Place]:
-        dtype = self.options.model_dtype
-        if dtype is None:
-            return []
-        return models.cast(module, dtype, keep_batchnorm=bool(self.options.keep_batchnorm_fp32))
-
-    def _manage(self, optimizer: Optimizer) -> ManagedOptimizer:
-        managed = ManagedOptimizer(optimizer, self._masters if self.options.master_weights else None)
-        self._recast(managed)
-        return managed
+    def _cast(self, module: nn.Module) -> None:
+        if self.options.model_dtype is not None:
+            keep = bool(self.options.keep_batchnorm_fp32)
+            self._places += models.cast(module, self.options.model_dtype, keep_batchnorm=keep)
 
     def _recast(self, managed: ManagedOptimizer) -> None:
         # Masters take the state over as it is.
@@ -216,30 +222,30 @@ class Session:
 
     def _loss(self, index: int) -> Loss:
         try:
-            return self.losses[index]
+            return self.losses[operator.index(index)]
+        except TypeError:
+            raise TypeError(f"loss_id must be an integer, got {index!r}") from None
         except IndexError:
             raise IndexError(
                 f"loss_id={index}, but there are {len(self.losses)} loss scalers; give amp.initialize num_losses="
             ) from None
 
-    def _module_hooks(self, module: nn.Module) -> list[Any]:
-        handles = models.add_hooks(module, self.options)
+    def _add_module_hooks(self, module: nn.Module) -> None:
+        self._handles += models.add_hooks(module, self.options)
         if self.options.master_weights:
             refresh = RefreshMasters(self._masters, self._given_up)
-            handles += [part.register_load_state_dict_post_hook(refresh) for part in module.modules()]
+            parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+            self._handles += [part.register_load_state_dict_post_hook(refresh) for part in parts]
         if self.options.patch_torch_functions:
             # A step that has raised does not reach its last hook.
-            handles.append(module.register_forward_pre_hook(_Resume(self)))
-        return handles
+            self._handles.append(module.register_forward_pre_hook(Resume(self.casting)))
 
-    def _optimizer_hooks(self, optimizer: Optimizer) -> list[Any]:
-        find = self._optimizers[optimizer].find_params
-        return [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            # Loading casts state to the dtype of the parameters, so the masters must be there before.
-            optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: find()),
-        ]
+    def _add_optimizer_hooks(self, managed: ManagedOptimizer, steps: Stepping) -> None:
+        optimizer, find = managed.optimizer, managed.find_params
+        self._handles.append(optimizer.register_step_pre_hook(steps.before))
+        self._handles.append(optimizer.register_step_post_hook(steps.after))
+        # Loading casts state to the dtype of the parameters, so the masters must be there before.
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: find()))
 
     def _managed(self, optimizers: Any) -> list[ManagedOptimizer]:
         given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
@@ -258,7 +264,8 @@ class Session:
             raise RuntimeError("scale_loss inside of scale_loss with the same optimizer: leave the first block before")
         targets: dict[Tensor, Tensor] = {}
         for item in managed:
-            item.show_grads()
+            item.forget_hidden()
+            check_params(item.optimizer)
             item.find_params()
             targets |= item.targets()
         if any(not params.isdisjoint(targets) for params in self._open.values()):
@@ -281,49 +288,3 @@ class Session:
         if not finite:
             for item in managed:
                 item.skips = index if item.skips is None else item.skips
-
-
-class _Resume:
-    """A forward pre-hook that switches casting on, in case a failed step has left it off."""
-
-    def __init__(self, session: Session | None):
-        self.session = session
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.session is not None and self.session.casting is not None:
-            self.session.casting.resume()
-
-    def __deepcopy__(self, memo: Any) -> "_Resume":
-        return _Resume(None)
-
-    def __reduce__(self) -> Any:
-        return _Resume, (None,)
-
-
-class Current:
-    """What `amp.initialize` has begun: Apex's functions take no session, so there is one a process.
-
-    Attributes:
-        session: The session; None before and after, and where amp is switched off.
-        is_disabled: Whether amp was initialized with `enabled=False`.
-    """
-
-    session: Session | None = None
-    is_disabled: bool = False
-
-
-current = Current()
-
-
-def the_session(function: str) -> Session | None:
-    """Returns the session; None if amp is switched off.
-
-    Args:
-        function: Who asks.
-
-    Raises:
-        RuntimeError: If amp is not initialized.
-    """
-    if current.session is None and not current.is_disabled:
-        raise RuntimeError(f"amp.{function}: amp is not initialized; call amp.initialize before")
-    return current.session

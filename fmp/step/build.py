@@ -152,7 +152,7 @@ def train_step(
     `params`; `loss_fn={name: fn}` a name for each loss; `uses={name: [keys]}` says which parameters a loss changes
     (all of them by default). All losses see the same parameters; buffers pass from one loss to the next; a loss with
     non-finite gradients skips exactly the optimizers that use it. `loss_scale`, `has_aux` and `skip_nonfinite` may
-    then be dictionaries by loss. Alternating updates, as in a GAN, are two steps.
+    then be dictionaries by loss; metrics and parts of the state are, by loss or by key. A GAN alternates two steps.
 
     Args:
         loss_fn: `loss_fn(params, batch, *, buffers=, seed=, frozen=)`, each keyword only if the function names it. It

@@ -1,5 +1,6 @@
 """Apex 1.9 to 1.11: O1's casts, registrations and decorators, the cast cache, and recurrent networks."""
 
+import functools
 import threading
 from typing import Any
 
@@ -172,6 +173,45 @@ def test_decorators_pass_on_what_has_no_tensors():
 
     start()
     assert add(1, 2) == 3
+
+
+def test_methods_of_every_kind_can_be_decorated():
+    class Layer:
+        @amp.half_function
+        def method(self, x: Tensor) -> torch.dtype:
+            return x.dtype
+
+        @staticmethod
+        @amp.half_function
+        def inside(x: Tensor) -> torch.dtype:
+            return x.dtype
+
+        @amp.half_function
+        @staticmethod
+        def outside(x: Tensor) -> torch.dtype:
+            return x.dtype
+
+        @amp.half_function
+        @classmethod
+        def of_class(cls, x: Tensor) -> torch.dtype:
+            assert cls is Layer
+            return x.dtype
+
+    start(half_dtype="bf16")
+    layer = Layer()
+    for call in (layer.method, layer.inside, layer.outside, Layer.outside, layer.of_class, Layer.of_class):
+        assert call(X) == BF16
+
+
+def test_functions_of_every_kind_can_be_decorated():
+    start(half_dtype="bf16")
+    for fn in (torch.relu, lambda x: x, functools.partial(torch.mul, 2), torch.nn.functional.relu, nn.Identity()):
+        assert amp.half_function(fn)(X).dtype == BF16
+    assert amp.half_function(len)(X) == len(X)
+    no_functions: list[Any] = [None, 3, "relu"]
+    for no_function in no_functions:
+        with pytest.raises(TypeError, match=r"amp\.half_function"):
+            amp.half_function(no_function)
 
 
 def test_custom_functions_in_a_decorated_call():

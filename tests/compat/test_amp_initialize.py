@@ -61,7 +61,7 @@ def test_bfloat16_has_a_scale_of_one(level):
     assert found.cast_model_type in (None, F32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("level", ["O4", "o1", "01", "", None, 1])
+@pytest.mark.parametrize("level", ["O4", "o1", "01", "", None, 1, ["O1"], {}])
 def test_an_unknown_level_is_a_runtime_error_that_names_the_letter(level):
     with pytest.raises(RuntimeError, match="letter O"):
         start(net(), opt_level=level)
@@ -87,6 +87,19 @@ def test_an_unknown_level_is_a_runtime_error_that_names_the_letter(level):
         ("O1", {"master_weights": False}, RuntimeError),
         ("O2", {"loss_scale": "dynamc"}, ValueError),
         ("O2", {"loss_scale": [1.0]}, TypeError),
+        ("O2", {"loss_scale": "dyn"}, ValueError),
+        ("O2", {"loss_scale": True}, TypeError),
+        ("O2", {"loss_scale": False}, TypeError),
+        ("O2", {"loss_scale": b"128"}, TypeError),
+        ("O2", {"loss_scale": 0}, ValueError),
+        ("O2", {"loss_scale": float("inf")}, ValueError),
+        ("O2", {"loss_scale": "inf"}, ValueError),
+        ("O2", {"loss_scale": "nan"}, ValueError),
+        ("O2", {"loss_scale": "-1"}, ValueError),
+        ("O2", {"loss_scale": 1e-40}, ValueError),
+        ("O2", {"min_loss_scale": True}, TypeError),
+        ("O2", {"min_loss_scale": False}, TypeError),
+        ("O2", {"min_loss_scale": -1}, ValueError),
         ("O2", {"loss_scale": 0.0}, ValueError),
         ("O2", {"loss_scale": -1.0}, ValueError),
         ("O2", {"loss_scale": float("nan")}, ValueError),
@@ -162,6 +175,7 @@ def test_the_shapes_of_what_is_given_come_back():
         (net().half(), None, RuntimeError, "0.weight is f16"),
         (net().bfloat16(), None, RuntimeError, "half"),
         (nn.LazyLinear(2), None, ValueError, "initialised"),
+        (torch.jit.script(nn.Linear(2, 2)), None, RuntimeError, r"compiled by torch\.jit"),
     ],
 )
 def test_models_and_optimizers_are_checked(models, optimizers, error, match):
@@ -346,6 +360,78 @@ def test_a_copied_model_casts_by_itself():
     assert average[3].weight.abs().sum() > 0
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_copy_in_another_dtype_casts_to_that(level, dtype):
+    model = start(net(), opt_level=level)
+    average = copy.deepcopy(model).to(dtype)
+    assert average(torch.randn(3, 4)).dtype == F32
+    seen = []
+    average[3].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    average(torch.randn(3, 4))
+    assert seen == [dtype]
+    assert model(torch.randn(3, 4)).dtype == F32  # goes on in half
+
+
+@pytest.mark.parametrize("change", ["float", "half", "bfloat16"])
+def test_a_model_that_is_cast_later_trains_on(change):
+    model = net()
+    optimizer = sgd(model, momentum=0.5)
+    start(model, optimizer, opt_level="O2", loss_scale=64.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.randn(3, 4)).square().sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+    step()
+    getattr(model, change)()
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    step()
+    step()
+    masters = list(amp.master_params(optimizer))
+    assert {p.dtype for p in masters} == {F32}
+    assert not any(torch.equal(old, new) for old, new in zip(before, masters, strict=True))
+    assert all(torch.equal(p, master.to(p.dtype)) for p, master in zip(model.parameters(), masters, strict=True))
+
+
+def test_a_compiled_part_of_a_model_is_cast_and_its_masters_follow_what_is_loaded():
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 1))
+    optimizer = sgd(model)
+    start(model, optimizer, opt_level="O2", half_dtype="bf16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    masters = list(amp.master_params(optimizer))
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    assert not any(master.any() for master in masters)
+
+
+def test_the_names_of_the_module_are_apexs():
+    apexs = {
+        "disable_casts",
+        "float_function",
+        "half_function",
+        "initialize",
+        "load_state_dict",
+        "master_params",
+        "promote_function",
+        "register_float_function",
+        "register_half_function",
+        "register_promote_function",
+        "scale_loss",
+        "state_dict",
+    }
+    assert {name for name in dir(amp) if not name.startswith("__")} == apexs | {"shutdown"}
+    assert all(callable(getattr(amp, name)) for name in dir(amp))
+
+
+@pytest.mark.parametrize(("name", "match"), [("_amp_state", "state_dict"), ("init", "initialize"), ("lists", "lists")])
+def test_names_that_are_not_there_say_what_to_use(name, match):
+    with pytest.raises(AttributeError, match=match):
+        getattr(amp, name)
+    assert not hasattr(amp, name)
+
+
 def test_disabled_returns_everything_untouched():
     model, optimizer = net(), sgd(net())
     before = copy.deepcopy(model.state_dict())
@@ -392,3 +478,38 @@ def test_a_wrong_number_leaves_everything_untouched(name, value, error):
     assert model.weight.dtype == torch.float32
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_a_session_that_begins_where_no_gradients_are_made_trains(level, around):
+    model = net()
+    optimizer = sgd(model)
+    with around():
+        start(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=8.0)
+        amp.load_state_dict(amp.state_dict())
+        list(amp.master_params(optimizer))
+    before = model[3].weight.detach().clone()
+    with amp.scale_loss(model(torch.randn(3, 4)).float().square().sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert not torch.equal(before, model[3].weight)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_what_has_begun_is_taken_back_if_something_raises(level):
+    class NoHooks(torch.optim.SGD):
+        def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+            raise OSError("no hooks")
+
+    model, other = net(), net()
+    good, bad = sgd(model), NoHooks(other.parameters(), lr=0.1)
+    with pytest.raises(OSError, match="no hooks"):
+        start([model, other], [good, bad], opt_level=level)
+    for part in (model, other):
+        assert {p.dtype for p in part.parameters()} == {F32}
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+    assert not good._optimizer_step_pre_hooks
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == F32
+    start([model, other], good, opt_level=level)

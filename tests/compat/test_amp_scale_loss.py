@@ -232,12 +232,40 @@ def test_a_step_inside_of_the_block_is_refused():
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_parameters_of_float64_are_refused_at_the_first_backward(level):
-    param = nn.Parameter(torch.ones(2, dtype=torch.float64))
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("scale", ["dynamic", 8.0, 1.0])
+def test_parameters_of_float64_train_in_float64(level, scale):
+    param = nn.Parameter(torch.full((2,), 1.0 / 3.0, dtype=torch.float64))
+    expected = param.detach() - 0.1
     optimizer = torch.optim.SGD([param], lr=0.1)
-    start(nn.Linear(2, 2), optimizer, opt_level=level, loss_scale="dynamic")
-    with pytest.raises(TypeError, match=r"f64\[2\]"), amp.scale_loss(param.sum(), optimizer):
+    start(nn.Linear(2, 2), optimizer, opt_level=level, loss_scale=scale)
+    with amp.scale_loss(param.sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert list(amp.master_params(optimizer)) == [param]
+    assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_parameters_that_cannot_be_scaled_are_refused_before_anything_changes(level):
+    model = nn.Linear(2, 2)
+    extra = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [extra]}], lr=0.1)
+    match = r"optimizers\[0\]\.param_groups\[1\]\['params'\]\[0\] of SGD is c64\[3\]"
+    with pytest.raises(TypeError, match=match):
+        start(model, optimizer, opt_level=level, loss_scale="dynamic")
+    assert model.weight.dtype == torch.float32
+    extra.requires_grad_(False)
+    start(model, optimizer, opt_level=level, loss_scale="dynamic")
+    extra.requires_grad_(True)
+    with pytest.raises(TypeError, match=r"c64\[3\]"), amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer):
+        pass
+
+
+@pytest.mark.parametrize("index", ["0", None, 1.0, slice(0, 1)])
+def test_a_loss_id_that_is_no_integer_is_named(index):
+    model, optimizer = linear("O1")
+    with pytest.raises(TypeError, match="loss_id must be an integer"), amp.scale_loss(model(X).sum(), optimizer, index):
         pass
 
 

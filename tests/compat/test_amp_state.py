@@ -148,6 +148,38 @@ def test_another_number_of_scalers_warns_and_loads_the_first_ones(count, expecte
     assert ("Warning" in capsys.readouterr().out) == (count != 2)
 
 
+@pytest.mark.parametrize(
+    ("saved", "now", "levels"),
+    [
+        (("O2", "f16"), ("O1", "f16"), "saved at O2 in f16, and amp was initialized at O1 in f16"),
+        (("O1", "f16"), ("O2", "f16"), "saved at O1 in f16, and amp was initialized at O2 in f16"),
+        (("O0", "f16"), ("O3", "bf16"), "saved at O0, and amp was initialized at O3 in bf16"),
+        (("O2", "f16"), ("O2", "bf16"), "saved at O2 in f16, and amp was initialized at O2 in bf16"),
+        (("O0", "f16"), ("O0", "bf16"), None),
+        (("O2", "bf16"), ("O2", "bf16"), None),
+    ],
+)
+def test_a_dict_of_another_level_warns_and_names_both(saved, now, levels, tmp_path, capsys):
+    trained(saved[0], half_dtype=saved[1])
+    torch.save(amp.state_dict(), tmp_path / "amp")
+    amp.shutdown()
+    trained(now[0], half_dtype=now[1], verbosity=1)
+    capsys.readouterr()
+    amp.load_state_dict(torch.load(tmp_path / "amp"))
+    printed = capsys.readouterr().out
+    assert printed == ("" if levels is None else f"Warning: the state dict was {levels}\n")
+
+
+def test_masters_tell_of_another_level_where_nothing_else_does(capsys):
+    trained("O2")
+    saved = dict(amp.state_dict())
+    amp.shutdown()
+    trained("O1", verbosity=1)
+    capsys.readouterr()
+    amp.load_state_dict(saved)
+    assert "a level with master weights, and amp was initialized at O1" in capsys.readouterr().out
+
+
 def test_the_order_of_the_entries_decides():
     trained("O1", num_losses=2)
     amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": 0} for i in (5, 3)})

@@ -238,23 +238,20 @@ def _saved(nodes: list[Any], first: int) -> Iterator[tuple[str, Tensor]]:
     todo, seen = list(nodes), set()
     while todo:
         node = todo.pop()
-        if node in seen or node._sequence_nr() < first:
+        if node in seen or _compat.recorded_at(node) < first:
             continue  # it was recorded before the call
         seen.add(node)
         todo.extend(following for following, _ in node.next_functions if following is not None)
-        for attribute in dir(node):
-            if attribute.startswith("_raw_saved_"):
-                value = getattr(node, attribute)
-                for raw in value if isinstance(value, list | tuple) else (value,):
-                    data = raw.data.tensor if isinstance(raw.data, _Pack) else raw.data
-                    if isinstance(data, Tensor):
-                        yield node.name(), data
+        for data in _compat.saved_data(node):
+            tensor = data.tensor if isinstance(data, _Pack) else data
+            if isinstance(tensor, Tensor):
+                yield node.name(), tensor
 
 
 def _next_number() -> int:
     """Returns a number that is lower than those of all nodes recorded from now on."""
     node: Any = torch.ones((), requires_grad=True).view(()).grad_fn
-    return node._sequence_nr()
+    return _compat.recorded_at(node)
 
 
 def _computed(origin: _Origin, nbytes: int, saved_by: tuple[str, ...]) -> Residual:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as wraps_tensors
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
 
@@ -32,7 +31,7 @@ def stand_ins(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
     capture = Capture((fn, args, kwargs))
     bases: dict[int, Tensor] = {}
     ended = False
-    with FakeTensorMode():
+    with _compat.FakeTensorMode():
         fakes = [_stand_in(tensor, bases) for tensor in capture.tensors]
         try:
             with capture.swapped(fakes):
@@ -52,7 +51,7 @@ def stand_ins(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
 
 def _stand_in(tensor: Tensor, bases: dict[int, Tensor]) -> Tensor:
     is_plain = tensor.layout == torch.strided and not tensor.is_nested
-    if isinstance(tensor, FakeTensor) or not is_plain or wraps_tensors(type(tensor)):
+    if isinstance(tensor, _compat.FakeTensor) or not is_plain or wraps_tensors(type(tensor)):
         raise ValueError(
             f"fake=True makes fake tensors of plain ones, got {tree.describe(tensor)}, a {type(tensor).__name__} with "
             f"layout {tensor.layout}; leave out fake=True"

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fmp import _compat, tree
@@ -92,7 +91,7 @@ def measure(fns: Sequence[Callable[..., Any]], args: tuple[Any, ...], create_gra
     operands = [*capture.tensors, *ambient.seeds]
 
     def on_fake_tensors() -> Measured:
-        with FakeTensorMode():
+        with _compat.FakeTensorMode():
             return _measured(capture, ambient, [_fake(tensor) for tensor in operands], operands, create_graph)
 
     def on_copies() -> Measured:

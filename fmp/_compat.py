@@ -11,6 +11,7 @@ import optree.registry
 import torch
 import torch.utils._pytree as torch_pytree
 from torch._library.custom_ops import CustomOpDef
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -332,3 +333,17 @@ def tag_maker(key: str, value: Any) -> None:
         node = node.args[0]
     if node.op == "call_function":
         node.meta[key] = value
+
+
+def recorded_at(node: Any) -> int:
+    """Returns the place of a node of autograd in the order in which they were recorded."""
+    return node._sequence_nr()
+
+
+def saved_data(node: Any) -> Iterator[Any]:
+    """Yields what a node of autograd saves, packed as it is; to unpack it might recompute it."""
+    for attribute in dir(node):
+        if attribute.startswith("_raw_saved_"):
+            value = getattr(node, attribute)
+            for raw in value if isinstance(value, list | tuple) else (value,):
+                yield raw.data

@@ -1,5 +1,6 @@
 """Every private torch or optree name that fmp needs, in one place; tests/test_compat.py notices when one changes."""
 
+import operator
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator
@@ -243,6 +244,10 @@ def tracing_a_transform() -> bool:
     return transform_active()
 
 
+# Of a tensor of zeros that has no memory, as forward mode makes them for tangents.
+is_zero_tensor: Any = cast(Any, torch.Tensor)._is_zerotensor
+
+
 def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
     """Takes the wrappers of finished torch.func transforms off a tensor."""
     return _functorch.unwrap_if_dead(tensor)
@@ -329,10 +334,13 @@ def tag_maker(key: str, value: Any) -> None:
     if mode is None:
         return
     node = next(reversed(mode.tracer.graph.nodes)).args[0]
-    while node.op == "call_function" and any(argument.alias_info for argument in node.target._schema.arguments):
+    while getattr(node, "op", None) == "call_function":
+        schema = getattr(node.target, "_schema", None)  # what picks one of several results has none
+        if schema is not None and not any(argument.alias_info for argument in schema.arguments):
+            for made in (node, *[user for user in node.users if user.target is operator.getitem]):
+                made.meta[key] = value
+            return
         node = node.args[0]
-    if node.op == "call_function":
-        node.meta[key] = value
 
 
 def recorded_at(node: Any) -> int:

@@ -174,7 +174,7 @@ def _adam(
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
-        checks.params_given(grads, params)
+        checks.params_match(grads, params)
         rate = scheduled(learning_rate, state.count)
         coefficients = _coefficients_of(
             tree.leaves(params), tree.leaves(state.ages), rate, b1, b2, eps, decoupled_decay

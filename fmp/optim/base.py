@@ -28,8 +28,8 @@ class GradientTransformation(NamedTuple):
         fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype, donate) -> (params, low, state)`,
             the same meaning in one pass over memory, up to rounding; or None. Gradients are multiplied by `inv_scale`
             and `clip` first; where `finite`, bool[], is false, parameters and state stay as they are; `low` is the
-            parameters in `cast_dtype`. Each of these may be None. Only with `donate=True` may the old parameters and
-            the old state be overwritten.
+            parameters in `cast_dtype`, or None, which `vmap` cannot return. Each of these may be None. Only with
+            `donate=True` may the old parameters and the old state be overwritten.
     """
 
     init: Callable[[Tree], Tree]
@@ -112,7 +112,7 @@ def update_leaves(
             return (None, *rest[: len(states)])
         return fn(grad.to(full_precision(param.dtype)), param, *rest)
 
-    checks.params_given(grads, params)
+    checks.params_match(grads, params)
     grad_leaves, spec = tree.flatten(grads)
     columns = [spec.flatten_up_to(other) for other in (params, *states)]
     check_trainable(grads, grad_leaves, columns[0])
@@ -121,7 +121,7 @@ def update_leaves(
 
 
 def check_trainable(grads: Tree, grad_leaves: list[Any], param_leaves: list[Any]) -> None:
-    """Raises a `TypeError` if a leaf that has a gradient is not a real floating-point tensor.
+    """Raises a `TypeError` if a gradient, or the leaf that it belongs to, is not a dense real floating-point tensor.
 
     Args:
         grads: The gradients, which give the leaf its path.
@@ -129,11 +129,22 @@ def check_trainable(grads: Tree, grad_leaves: list[Any], param_leaves: list[Any]
         param_leaves: The leaves of the parameters.
     """
     for index, (grad, param) in enumerate(zip(grad_leaves, param_leaves, strict=True)):
-        if grad is not None and (not is_castable(param) or grad.dtype.is_complex):
+        if grad is None:
+            continue
+        if not isinstance(grad, torch.Tensor) or grad.layout != torch.strided:
+            raise TypeError(
+                f"{tree.paths(grads)[index]}: a gradient must be a dense tensor or None, got {_kind(grad)}; convert "
+                "it, for example with torch.as_tensor(grad) or grad.to_dense()"
+            )
+        if not is_castable(param) or grad.dtype.is_complex:
             raise TypeError(
                 f"{tree.paths(grads)[index]}: a leaf {tree.describe(param)} has the gradient {tree.describe(grad)}, "
                 "but only real floats are trained; freeze it, or split it into its real and imaginary parts"
             )
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor with layout {value.layout}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def per_dtype(fn: Callable[[torch.dtype], T], params: Tree) -> dict[torch.dtype, T]:

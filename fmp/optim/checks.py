@@ -22,7 +22,7 @@ def number(name: str, value: Any, *, low: float = 0.0, below: float = math.inf) 
         below: The bound that the number must stay under.
 
     Raises:
-        TypeError: If `value` is neither a number nor a tensor.
+        TypeError: If `value` is neither a number nor a tensor, or is complex.
         ValueError: If the number lies outside the bounds, is NaN or too large for torch, or the tensor has dimensions.
 
     Example:
@@ -33,6 +33,8 @@ def number(name: str, value: Any, *, low: float = 0.0, below: float = math.inf) 
     if isinstance(value, torch.Tensor):
         if value.ndim:
             raise ValueError(f"{name} must be a number or a 0-dim tensor, got {tree.describe(value)}")
+        if value.is_complex():
+            raise TypeError(f"{name} must be real, got {tree.describe(value)}")
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, got {value!r} of type {type(value).__name__}")
@@ -108,15 +110,29 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-def params_given(grads: Any, params: Any) -> None:
-    """Raises a `TypeError` if there are gradients without the parameters that they belong to.
+def params_match(grads: Any, params: Any) -> None:
+    """Checks that parameters belong to the gradients.
 
     Args:
         grads: The gradients.
         params: What came as the third argument of `update`.
+
+    Raises:
+        TypeError: If `params` is None and there are gradients.
+        ValueError: If the trees differ in structure, as when None stands for a whole subtree of gradients.
     """
     if params is None and any(leaf is not None for leaf in tree.leaves(grads)):
         raise TypeError(
             "update needs the parameters, but params is None; call update(grads, state, params) with the tree that "
             "init had"
+        )
+    if tree.structure(grads) == tree.structure(params):
+        return
+    of_grads, of_params = set(tree.paths(grads)), set(tree.paths(params))
+    if of_grads != of_params:  # nodes may be of different types, such as dict and OrderedDict
+        path = min(of_grads ^ of_params)
+        has, lacks = ("grads", "params") if path in of_grads else ("params", "grads")
+        raise ValueError(
+            f"{path or 'a single leaf'}: {has} has this leaf and {lacks} has not; the trees must have one structure, "
+            "with None for each leaf that has no gradient"
         )

@@ -70,7 +70,9 @@ def one_pass(update: Update, kernel: Callable[..., tuple[Tree, Tree] | None]) ->
         cast_dtype: torch.dtype | None = None,
         donate: bool = False,
     ) -> tuple[Tree, Tree, Tree]:
-        checks.params_given(grads, params)
+        checks.params_match(grads, params)
+        checks.flag("donate", donate)
+        low = None if cast_dtype is None else tree.cast((), cast_dtype)  # raises before anything is overwritten
         for name, factor in (("inv_scale", inv_scale), ("clip", clip)):
             if factor is not None:
                 checks.number(name, factor)
@@ -86,7 +88,9 @@ def one_pass(update: Update, kernel: Callable[..., tuple[Tree, Tree] | None]) ->
             if finite is not None:
                 found = tree.select(finite, found, (params, state))
         new_params, new_state = found
-        return new_params, None if cast_dtype is None else tree.cast(new_params, cast_dtype), new_state
+        if cast_dtype is not None:
+            low = tree.cast(new_params, cast_dtype)
+        return new_params, low, new_state
 
     return fused
 
@@ -138,7 +142,7 @@ def overwrite(
     grad_shapes, *shapes = [list(map(_SHAPE, column)) for column in columns]
     if any(found != grad_shapes for found in shapes):
         _check_shapes(grads, grad_leaves, new_columns)
-    donate = donate and not shares_memory(list(chain.from_iterable(new_columns)), columns[0])
+    donate = donate and not shares_memory(list(chain.from_iterable(new_columns)), columns[0], others)
 
     groups: dict[Any, list[int]] = {}
     kinds_due = [()] * len(due) if kinds is None else [(kinds[index],) for index in due]
@@ -182,7 +186,7 @@ def _are_plain(tensors: list[Any], others: Sequence[Any]) -> bool:
         return False
     if any(device.type not in ("cpu", "cuda") for device in set(map(_DEVICE, tensors))):
         return False
-    if any(map(torch.Tensor.is_neg, tensors)):
+    if any(map(torch.Tensor.is_neg, tensors)) or any(map(_compat.is_zero_tensor, tensors)):
         return False
     found = [other for other in others if isinstance(other, torch.Tensor)]
     if not PLAIN.issuperset(map(type, found)):
@@ -196,8 +200,8 @@ def _chosen(items: list[Any], places: list[int]) -> list[Any]:
 
 def _scaled(grads: Tree, factor: torch.Tensor | float) -> Tree:
     def scale(grad: Any) -> Any:
-        if grad is None:
-            return None
+        if not isinstance(grad, torch.Tensor):
+            return grad
         wide = grad.to(full_precision(grad.dtype))
         return wide * in_dtype(factor, wide.dtype)
 

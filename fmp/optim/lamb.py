@@ -102,7 +102,7 @@ def lamb(
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
-        checks.params_given(grads, params)
+        checks.params_match(grads, params)
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
 

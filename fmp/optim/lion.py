@@ -87,7 +87,7 @@ def lion(
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: LionState, params: Tree) -> tuple[Tree, LionState]:
-        checks.params_given(grads, params)
+        checks.params_match(grads, params)
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
 

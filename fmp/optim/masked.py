@@ -61,7 +61,7 @@ def masked(transformation: GradientTransformation, mask: Mask) -> GradientTransf
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: MaskedState, params: Tree) -> tuple[Tree, MaskedState]:
-        checks.params_given(grads, params)
+        checks.params_match(grads, params)
         flags = select(params)
         own, inner = transformation.update(_only(grads, flags), state.inner, _only(params, flags))
         leaves, spec = tree.flatten(grads)

@@ -68,7 +68,7 @@ def partition(transformations: Mapping[str, GradientTransformation], labels: Lab
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: PartitionState, params: Tree) -> tuple[Tree, PartitionState]:
-        checks.params_given(grads, params)
+        checks.params_match(grads, params)
         groups = labels_of(params)
         updates: list[Any] = [None] * len(groups)
         inner = {}

@@ -1,7 +1,7 @@
 """The one-pass form: what `update` and `apply_updates` give, up to rounding, and nothing else touched."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -216,6 +216,8 @@ def test_factors_may_be_numbers_and_have_no_dimensions():
     for name in ("inv_scale", "clip"):
         with pytest.raises(ValueError, match=rf"{name} must be a number or a 0-dim tensor, got f32\[3\]"):
             tx.fused(g, state, values, **{name: torch.ones(3)})
+        with pytest.raises(TypeError, match=f"{name} must be real"):
+            tx.fused(g, state, values, **{name: torch.tensor(1j)})
 
 
 @every
@@ -309,3 +311,54 @@ def test_a_kernel_never_sees_another_shape(name, donate, shape):
         ):
             tx.fused({"layer": {"weight": torch.ones(5)}}, foreign, values, donate=donate)
     assert not values["layer"]["weight"].any()
+
+
+@every
+@pytest.mark.parametrize("run", ["update", "fused"])
+def test_none_does_not_stand_for_a_subtree(name, run):
+    tx = MAKE[name if name != "adamw mask" else "adamw"](fused=True)
+    values = {"b": {"x": torch.ones(3), "y": torch.ones(2)}, "c": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"^b: grads has this leaf and params has not"):
+        getattr(tx, run)({"b": None, "c": torch.ones(2)}, tx.init(values), values)
+
+
+def test_nothing_is_overwritten_before_an_argument_is_refused():
+    tx, values = make("sgd"), {"a": torch.ones(2)}
+    for options, message in (({"cast_dtype": torch.int32}, "cast needs"), ({"donate": "no"}, "donate must be")):
+        with pytest.raises(TypeError, match=message):
+            tx.fused({"a": torch.ones(2)}, tx.init(values), values, **{"donate": True, **options})
+        assert torch.equal(values["a"], torch.ones(2))
+
+
+@every
+def test_zeros_without_memory_get_update(name):
+    tx = MAKE[name if name != "adamw mask" else "adamw"](fused=True)
+    values = {"a": torch.ones(5), "b": torch.ones(2, dtype=torch.float64)}
+    g = {"a": torch.ones(5), "b": cast(Any, torch)._efficientzerotensor(2, dtype=torch.float64)}
+    state = tx.init(values)
+    expected = by_update(tx, g, state, values)
+    found, _, found_state = tx.fused(g, state, copy.deepcopy(values), donate=True)
+    close((found, found_state), expected)
+
+
+@pytest.mark.parametrize(
+    ("grad", "kind"),
+    [(1.0, "a float"), (np.ones(2), "a ndarray"), (torch.ones(2).to_sparse(), "a tensor with layout torch.sparse_coo")],
+    ids=["number", "numpy", "sparse"],
+)
+@pytest.mark.parametrize("run", ["update", "fused", "unscaled"])
+def test_a_gradient_that_is_no_dense_tensor_is_named(grad, kind, run):
+    tx, values = make("adamw"), {"layer": [torch.ones(2)]}
+    options = {"inv_scale": 0.5} if run == "unscaled" else {}
+    with pytest.raises(TypeError, match=f"^layer/0: a gradient must be a dense tensor or None, got {kind}"):
+        getattr(tx, "fused" if run == "unscaled" else run)({"layer": [grad]}, tx.init(values), values, **options)
+
+
+def test_a_learning_rate_inside_of_a_parameter_is_not_overwritten():
+    whole = torch.full((6,), 0.1)
+    values = {"a": whole, "z": torch.ones(2, dtype=torch.float64)}
+    tx, g = optim.sgd(whole[5], fused=True), {"a": torch.ones(6), "z": torch.ones(2, dtype=torch.float64)}
+    expected, _ = by_update(tx, g, tx.init(values), values)
+    assert tx.fused is not None
+    found, _, _ = tx.fused(g, tx.init(values), values, donate=True)
+    close(found, expected)

@@ -111,6 +111,14 @@ class Ambient:
                 _compat.push_function_mode(mode)
             yield forks
 
+    def is_here(self) -> bool:
+        """Says whether nothing surrounded the call that would have to be restored for the caller."""
+        return (
+            not (self._modes or self._autocast or _compat.function_modes() or _compat.autocast_devices())
+            and torch.get_default_dtype() == self._default_dtype
+            and self._random is None
+        )
+
     @contextmanager
     def drawing_again(self) -> Iterator[None]:
         """Restores the random state, and puts back afterwards what it was."""

@@ -37,6 +37,7 @@ def test_docstring_examples(name):
     assert runner.failures == 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the compiler
 @pytest.mark.parametrize("block", BLOCKS)
 def test_documentation_block(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write a file

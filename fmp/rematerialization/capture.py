@@ -6,7 +6,7 @@ Reached are the arguments and containers among them, closure cells, default argu
 variables that the code names, the helper functions behind any of these, and the tensors of modules. A function is
 copied only where a tensor was found behind it; a module stays the same object, and its tensors are swapped for a while.
 
-Not reached are the attributes of other objects, and what lies behind a compiled function.
+Not reached are the attributes of other objects, and without a transform what lies behind a compiled function.
 """
 
 import functools
@@ -142,7 +142,17 @@ class Capture:
             return self._method(value)
         if isinstance(value, functools.partial):
             return self._partial(value)
-        return self._container(value)
+        kind = type(value)
+        if kind is dict and not value:
+            return None
+        return self._tuple(value) if kind is tuple else self._container(value)
+
+    def _tuple(self, value: tuple[Any, ...]) -> Rebuild | None:
+        parts = [self._visit(item) for item in value]
+        if not any(parts):
+            return None
+        pairs = [(part, None if part else item) for part, item in zip(parts, value, strict=True)]
+        return lambda tensors, made: tuple([part(tensors, made) if part else item for part, item in pairs])
 
     def _container(self, value: Any) -> Rebuild | None:
         if optree.tree_is_leaf(value, none_is_leaf=True):
@@ -190,7 +200,8 @@ class Capture:
 
     def _function(self, function: types.FunctionType) -> Rebuild | None:
         if _compat.is_compiled(function):
-            return None
+            # Under a transform, torch runs the original.
+            return self._visit(_compat.original(function)) if _compat.transform_active() else None
         key = id(function)
 
         def again(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:

@@ -17,13 +17,14 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
     What is kept is what the op returned that computed `x`, or that computed what `x` is a view of. That op is left out
     of the recomputation; the ones before it are not, unless nothing needs them and they are kept themselves.
+    `torch.compile` leaves out whatever nothing needs.
 
     Args:
         x: Any tensor.
         name: The name; several values may have the same.
 
     Returns:
-        The tensor itself.
+        The tensor itself; a view of it while torch.compile traces.
 
     Raises:
         TypeError: If `x` is not a tensor, or `name` is not a string.

@@ -6,7 +6,7 @@ tensors of modules that were swapped for the call, variables that a closure has 
 place.
 """
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -53,8 +53,13 @@ def checkpointed(
             function, args, kwargs = capture.value
             with kept.recording() if kept else nullcontext():
                 return function(*args, **kwargs)
-        restored = ambient.drawing_again(), ambient.entered(ambient.seeds, operands)
-        with restored[0], restored[1], capture.swapped(operands), kept.again() if kept else nullcontext():
+        with ExitStack() as stack:
+            if not ambient.is_here():
+                stack.enter_context(ambient.drawing_again())
+                stack.enter_context(ambient.entered(ambient.seeds, operands))
+            stack.enter_context(capture.swapped(operands))
+            if kept:
+                stack.enter_context(kept.again())
             function, args, kwargs = capture.rebuilt(operands)
             return function(*args, **kwargs)
 

@@ -1,6 +1,6 @@
 """`fmp.remat`: chooses how a call is recomputed.
 
-torch.compile, no transform     torch.utils.checkpoint, which the compiler understands
+torch.compile, no transform     torch.utils.checkpoint, which the compiler understands          (compiled.py)
 torch.compile, transform        the function itself: the compiler decides what to keep
 no gradient wanted              the function itself
 nested forward mode             the function itself: forward mode keeps nothing anyway
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from fmp import _compat
 from fmp.ambient import Ambient
 from fmp.rematerialization.capture import Capture
+from fmp.rematerialization.compiled import passes_of, traced
 from fmp.rematerialization.function import invoke
 from fmp.rematerialization.guards import Determinism, DeterminismCheck
 from fmp.rematerialization.plain import HooksRefused, checkpointed
@@ -54,16 +54,23 @@ def remat(
 
     Without a transform this is `torch.utils.checkpoint`, which stops recomputing where nothing more is needed; under a
     transform the whole function runs again. A tensor that is used several times inside and outside of the function
-    may there get a gradient that differs in the last bit, since the uses inside are added up first. Nested forward mode
-    runs the function as it is. So does `torch.compile` where a transform is compiled too, or a function mode is on.
+    may there get a gradient that differs in the last bit, since the uses inside are added up first. Inside of a module
+    that is applied with a seed, it works as under a transform, where torch adds up some linear layers in another order.
+    Nested forward mode runs the function as it is.
+
+    With `torch.compile`, put `remat` inside of a compiled loss that is differentiated outside, or around compiled
+    blocks. In a transform that is compiled too, as in a whole train step, the function runs as it is: there the
+    compiler decides what to keep. The compiler honours `saveable`; of what has a name it keeps that value, and offloads
+    none. It traces the function once, so that side effects happen once, and nothing is checked or shown there.
 
     Args:
         fn: Any function, or an `nn.Module`. Without it, remat returns a decorator.
         saveable: What to keep all the same; one of `fmp.saveable`, or a function `(op, args) -> bool`.
         preserve_rng_state: Whether the recomputation draws the same random numbers from torch's generators.
         determinism_check: What must be the same the second time: "default" shapes, dtypes and devices, "bitwise" also
-            the results' bits, for which they are kept, or "none".
-        debug: Whether an error of `torch.utils.checkpoint` shows the operators of both passes.
+            the results' bits, for which they are kept, or "none". Without a transform, the first is asked of what
+            autograd saves, else of the results.
+        debug: Whether an error because of something else the second time shows the operators of both passes.
 
     Returns:
         A function with `fn`'s arguments.
@@ -72,7 +79,8 @@ def remat(
         TypeError: If `fn` or `saveable` cannot be called.
         ValueError: If `determinism_check` is none of the three.
         RematError: When called or differentiated, if the function changes what it was given, reads a tracked tensor
-            that cannot be found, or computes something else the second time.
+            that cannot be found, or computes something else the second time. Without a transform, and unless
+            `determinism_check="bitwise"`, the latter is torch's own `torch.utils.checkpoint.CheckpointError`.
 
     References:
         T. Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174; `jax.checkpoint`.
@@ -96,17 +104,18 @@ def remat(
     check_saveable(saveable)
     if determinism_check not in get_args(DeterminismCheck):
         raise ValueError(f"determinism_check must be one of {get_args(DeterminismCheck)}, got {determinism_check!r}")
-    uses_transforms = False
+    uses_transforms, keeps_all = False, isinstance(saveable, Everything)
+    passes = functools.partial(passes_of, saveable)
 
     @functools.wraps(fn, updated=())
     @_compat.compiled_on_its_own
     def remat_fn(*args: Any, **kwargs: Any) -> Any:
         nonlocal uses_transforms
         if torch.compiler.is_compiling():
-            if isinstance(saveable, Everything) or _compat.tracing_a_transform() or _compat.function_modes():
+            if keeps_all or not torch.is_grad_enabled() or _compat.tracing_a_transform():
                 return fn(*args, **kwargs)
-            return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-        if isinstance(saveable, Everything) or not torch.is_grad_enabled() or _forward_mode_is_nested():
+            return traced(fn, args, kwargs, saveable, passes)
+        if keeps_all or not torch.is_grad_enabled() or _forward_mode_is_nested():
             return fn(*args, **kwargs)
         capture = Capture((fn, args, kwargs))
         kept = None if isinstance(saveable, Nothing) else Kept(saveable)
@@ -117,20 +126,20 @@ def remat(
                 return checkpointed(capture, preserve_rng_state, determinism_check, debug, kept)
             except HooksRefused:
                 uses_transforms = True
-        return _under_transforms(capture, preserve_rng_state, determinism_check, kept)
+        return _under_transforms(capture, preserve_rng_state, determinism_check, debug, kept)
 
     return remat_fn
 
 
 def _under_transforms(
-    capture: Capture, preserve_rng_state: bool, determinism_check: DeterminismCheck, kept: Kept | None
+    capture: Capture, preserve_rng_state: bool, determinism_check: DeterminismCheck, debug: bool, kept: Kept | None
 ) -> Any:
     ambient = Ambient(capture.tensors, capture.generators, preserve_rng_state)
     operands = [*capture.tensors, *ambient.seeds]
     if not operands:
         function, args, kwargs = capture.value
         return function(*args, **kwargs)
-    call = UserCall(capture, ambient, Determinism(determinism_check), kept, _compat.transforms())
+    call = UserCall(capture, ambient, Determinism(determinism_check), kept, _compat.transforms(), debug)
     result = invoke(call, operands)
     ambient.settle(call.draws)
     capture.forget()

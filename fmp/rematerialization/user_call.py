@@ -1,5 +1,6 @@
 """A call of the user's function as a region: operands in their places, surroundings restored, checks around."""
 
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.ambient import Ambient
+from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.guards import Determinism, Guard, check_not_recorded, check_not_written, versions
+from fmp.rematerialization.op_trace import OpTrace, compared
 from fmp.rematerialization.recording import Kept
 from fmp.rematerialization.region import Region
+from fmp.rematerialization.saveable import nothing
 
 
 class UserCall(Region):
@@ -24,6 +28,7 @@ class UserCall(Region):
         determinism: Compares the results.
         kept: The values inside that are kept instead of recomputed.
         levels: The kinds of the transforms in progress.
+        debug: Whether to write down the operators of both passes, for the error if the results differ.
     """
 
     def __init__(
@@ -33,21 +38,26 @@ class UserCall(Region):
         determinism: Determinism,
         kept: Kept | None = None,
         levels: tuple[Any, ...] = (),
+        debug: bool = False,
     ):
         super().__init__(levels)
         self.draws: list[int] = []
         self._capture = capture
         self._ambient = ambient
         self._determinism = determinism
-        self._kept = kept
+        # Inside of a vjp, as here, composite functions are taken apart in the same way both times.
+        self._kept = Kept(nothing) if debug and kept is None else kept
+        self._trace = OpTrace() if debug else None
 
     def first(self, *operands: Tensor) -> Any:
         """Calls the function where a torch.autograd.Function runs it: below all transforms, without function modes."""
         before = versions(operands)
         # Autograd records nothing for detached operands. What it records all the same is a tensor that is no operand.
         detached = [operand.detach() for operand in operands]
-        with torch.enable_grad(), self._ambient.entered(self._seeds(detached), detached, Guard()) as forks:
-            result = self.call(detached) if self._kept is None else self._kept.first(self.call, detached)
+        entered = self._ambient.entered(self._seeds(detached), detached, Guard())
+        call = self.call if self._trace is None else functools.partial(self._traced_call, self._trace)
+        with torch.enable_grad(), entered as forks:
+            result = call(detached) if self._kept is None else self._kept.first(call, detached)
             self.draws = self._ambient.drawn(forks)
         check_not_written(before, operands, self._capture)
         check_not_recorded(result)
@@ -58,9 +68,15 @@ class UserCall(Region):
     def again(self, *operands: Tensor) -> Any:
         """Calls the function once more, with everything around it as it was."""
         restored = self._ambient.drawing_again(), self._ambient.entered(self._seeds(operands), operands)
-        with restored[0], restored[1], self._kept.again() if self._kept else nullcontext():
-            result = self.call(operands)
-        self._determinism.compare(result)
+        trace = OpTrace() if self._trace and not _compat.forward_mode_active() else None  # not of ops on tangents
+        try:
+            with restored[0], restored[1], self._kept.again() if self._kept else nullcontext():
+                result = self.call(operands) if trace is None else self._traced_call(trace, operands)
+            self._determinism.compare(result)
+        except RematError as error:
+            if trace is None or self._trace is None:
+                raise
+            raise RematError(f"{error}\n{compared(self._trace, trace)}") from error
         return result
 
     def call(self, operands: Sequence[Tensor]) -> Any:
@@ -68,6 +84,10 @@ class UserCall(Region):
         with self._capture.swapped(operands):
             function, args, kwargs = self._capture.rebuilt(operands)
             return function(*args, **kwargs)
+
+    def _traced_call(self, trace: OpTrace, operands: Sequence[Tensor]) -> Any:
+        with trace:
+            return self.call(operands)
 
     def _seeds(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
         return operands[self._capture.count :]

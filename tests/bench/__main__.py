@@ -1,7 +1,7 @@
 """Measures fmp next to its peers and prints one table of ratios.
 
     python -m tests.bench                    # everything, about ten minutes on two cores
-    python -m tests.bench --only mlp         # one of lm, mlp, optimizers, ops, memory
+    python -m tests.bench --only mlp         # one of lm, mlp, optimizers, ops, memory, remat
     python -m tests.bench --threads 2
 
 JAX is measured if `jax`, `jmp` and `optax` are installed; nothing else in fmp needs them.
@@ -19,12 +19,15 @@ import torch
 from tqdm import tqdm
 
 import fmp
+from tests.bench import remat_block
 from tests.bench.harness import Contender, race
 from tests.bench.memory_peaks import gradient_peaks, step_peak
 from tests.bench.op_overhead import op_microseconds
+from tests.memory import peak_bytes
 
 RESULTS = Path(__file__).parent / "results"
 LM, MLP, OPTIMIZER = "tests.bench.lm_step", "tests.bench.mlp_step", "tests.bench.optimizer_step"
+REMAT = "tests.bench.remat_block"
 
 
 @dataclass(frozen=True)
@@ -153,12 +156,33 @@ def memory_rows(arguments: argparse.Namespace) -> list[Row]:
     ]
 
 
-def compare(what: str, times: dict[str, float | None], mine: str, peer: str, target: float) -> Row | None:
-    """Makes a row of two times, or None where one of them could not be measured."""
-    ours, theirs = times.get(mine), times.get(peer)
+def remat_rows(arguments: argparse.Namespace) -> list[Row]:
+    """Twelve rematerialised transformer blocks, and what a call costs by itself."""
+    contenders = [Contender(variant, REMAT, variant) for variant in remat_block.VARIANTS]
+    times = race(contenders, threads=1, rounds=arguments.rounds, steps=1, report=tqdm.write)
+    peaks: dict[str, float | None] = {
+        variant: peak_bytes(remat_block.setup(variant)) / 2**20
+        for variant in ("autograd-fmp", "autograd-torch", "func", "func-fmp")
+    }
+    by_autograd, by_func = "remat, autograd.grad of 12 blocks", "remat, func.grad of 12 blocks"
+    rows = [
+        compare(f"{by_autograd}, peak", peaks, "autograd-fmp", "autograd-torch", 1 / 1.05, "MiB"),
+        compare(f"{by_autograd}", times, "autograd-fmp", "autograd-torch-whole", 1 / 1.05),
+        compare(f"{by_func}, peak", peaks, "func-fmp", "func", 4.0, "MiB"),
+        compare(f"{by_func}", times, "func-fmp", "func", 1 / 1.4),
+        compare("remat, 1600 tiny blocks", times, "tiny-fmp", "tiny-torch", 1 / 1.5),
+    ]
+    return [row for row in rows if row]
+
+
+def compare(
+    what: str, found: dict[str, float | None], mine: str, peer: str, target: float, unit: str = "ms"
+) -> Row | None:
+    """Makes a row of two figures, or None where one of them could not be measured."""
+    ours, theirs = found.get(mine), found.get(peer)
     if ours is None or theirs is None:
         return None
-    return Row(f"{what}: {mine} / {peer}", ours, theirs, "ms", theirs / ours, target)
+    return Row(f"{what}: {mine} / {peer}", ours, theirs, unit, theirs / ours, target)
 
 
 def table(rows: list[Row]) -> str:
@@ -181,13 +205,20 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["lm", "mlp", "optimizers", "ops", "memory"])
+    parser.add_argument("--only", choices=["lm", "mlp", "optimizers", "ops", "memory", "remat"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", help="keep the table under tests/bench/results by this name")
     arguments = parser.parse_args()
 
-    sections = {"memory": memory_rows, "ops": op_rows, "optimizers": optimizer_rows, "mlp": mlp_rows, "lm": lm_rows}
+    sections = {
+        "memory": memory_rows,
+        "ops": op_rows,
+        "optimizers": optimizer_rows,
+        "mlp": mlp_rows,
+        "remat": remat_rows,
+        "lm": lm_rows,
+    }
     chosen = [arguments.only] if arguments.only else list(sections)
     rows = [row for name in tqdm(chosen, desc="benchmarks") for row in sections[name](arguments)]
     heading = (

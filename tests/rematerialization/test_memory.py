@@ -48,6 +48,29 @@ def test_the_memory_of_torch_utils_checkpoint_without_a_transform():
     assert peak_bytes(lambda: by_autograd(LEAN)) <= 1.02 * peak_bytes(lambda: by_autograd(rival))
 
 
+def test_a_gradient_by_a_transform_needs_the_memory_of_autograd():
+    """pytorch#134612."""
+    x = torch.linspace(-1.0, 1.0, 2**18)
+
+    def chain(wrap):
+        lean = wrap(lambda x: torch.sin(torch.cos(x)))
+
+        def loss(x):
+            for _ in range(10):
+                x = lean(x)
+            return x.sum()
+
+        return loss
+
+    def reference(loss):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(loss(leaf), leaf)
+
+    for wrap in (lambda fn: fn, fmp.remat):
+        want = peak_bytes(lambda wrap=wrap: reference(chain(wrap)))
+        assert peak_bytes(lambda wrap=wrap: fmp.grad(chain(wrap))(x)) <= 1.1 * want
+
+
 def test_per_sample_gradients_and_second_order():
     xs = X[:, None]
     samples = peak_bytes(lambda: vmap(grad(lambda x: LEAN(WEIGHTS, x)))(xs))

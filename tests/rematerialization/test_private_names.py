@@ -2,6 +2,7 @@
 
 import torch
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmp import _compat
@@ -77,3 +78,32 @@ def test_saved_tensors_hooks():
     with torch.autograd.graph.disable_saved_tensors_hooks("no"):
         assert not _compat.saved_tensors_hooks_allowed()
     assert _compat.saved_tensors_hooks_allowed()
+
+
+def test_what_is_asked_while_compiling():
+    seen = {}
+
+    def look(x):
+        seen["names"] = _compat.compiler_name()
+        seen["before"] = _compat.allow_side_effects_in_checkpoint(True)
+        seen["after"] = _compat.allow_side_effects_in_checkpoint(False)
+        return x + 1
+
+    for backend in ("eager", "aot_eager"):
+        torch.compile(look, backend=backend, fullgraph=True)(X)
+        assert seen == {"names": backend, "before": False, "after": True}
+    assert not torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint
+
+
+def test_tags_in_a_graph():
+    def named(x):
+        y = torch.sin(x).t()[:2]
+        _ = torch.ops.aten.alias(y)
+        assert _compat.making_a_graph()
+        _compat.tag_maker("kept", "this")
+        return torch.cos(y)
+
+    assert not _compat.making_a_graph()
+    _compat.tag_maker("kept", "nothing")  # does nothing
+    nodes = make_fx(named)(X).graph.nodes
+    assert [str(node.target) for node in nodes if node.meta.get("kept") == "this"] == ["aten.sin.default"]

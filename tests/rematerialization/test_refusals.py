@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, vmap
+from torch.utils.checkpoint import CheckpointError
 
 import fmp
 
@@ -70,6 +71,86 @@ def test_changed_bits():
         grad(lambda x: f(x).sum())(X)
     with pytest.raises(fmp.RematError, match="at first and"):
         f(X.clone().requires_grad_()).sum().backward()
+
+
+def test_the_saved_tensor_that_changed_without_a_transform():
+    rows = iter([1, 3])
+    f = fmp.remat(lambda x: torch.sin(torch.sin(x).expand(next(rows), 4)).sum(0))
+    with pytest.raises(CheckpointError, match=r"(?s)position 1:.*'shape': torch.Size\(\[1, 4\]\).*\(\[3, 4\]\)"):
+        f(X.clone().requires_grad_()).sum().backward()
+
+
+def test_a_changed_dtype():
+    dtypes = iter([torch.float32, torch.float64])
+    f = fmp.remat(lambda x: (torch.sin(x), {"z": torch.cos(x).to(next(dtypes))}))
+    with pytest.raises(fmp.RematError, match=r"result '1/z' was f32\[4\] on cpu at first and f64\[4\] on cpu when"):
+        grad(lambda x: f(x)[1]["z"].sum())(X)
+
+
+def changing(*operations):
+    """A function that calls another operation each time."""
+    remaining = iter(operations)
+
+    def function(x):
+        y = torch.tanh(x)
+        return next(remaining)(y)
+
+    return function
+
+
+@pytest.mark.parametrize("transform", [lambda f: grad(f)(X), lambda f: vmap(grad(f))(torch.stack([X, X]))])
+def test_debug_shows_where_the_passes_part(transform):
+    f = fmp.remat(changing(torch.sin, lambda y: torch.cos(y)[:2]), debug=True)
+    with pytest.raises(fmp.RematError, match="the result was") as raised:
+        transform(lambda x: f(x).sum())
+    report = str(raised.value)
+    assert "The passes part at op 2:" in report
+    first, again = [line for line in report.splitlines() if line.startswith(("  at first: ", "  again: "))]
+    assert "aten.sin.default(f32[" in first
+    assert "aten.cos.default(f32[" in again
+    assert "test_refusals.py:" in again
+    assert "in <lambda>" in again
+    assert report.count("aten.tanh.default") == 2  # once in the list of each pass
+
+
+def test_debug_shows_changed_numbers():
+    factors = iter([1.0, 2.0])
+    f = fmp.remat(lambda x: torch.sin(x) * next(factors), determinism_check="bitwise", debug=True)
+    with pytest.raises(
+        fmp.RematError, match=r"(?s)at first: aten.mul.Tensor\(f32\[4\], 1.0\).*again: .*f32\[4\], 2.0\)"
+    ):
+        f(X.clone().requires_grad_()).sum().backward()
+
+
+def test_debug_if_a_value_was_changed():
+    class Box:
+        scale = torch.ones(4)
+
+    def f(x):
+        return torch.sin(x) * Box.scale
+
+    vjp: Any = torch.func.vjp
+    y, pull = vjp(fmp.remat(f, determinism_check="bitwise", debug=True), X)
+    Box.scale = torch.zeros(4)
+    with pytest.raises(fmp.RematError, match="Both passes ran the same ops: a value that they read must have changed"):
+        pull(torch.ones_like(y))
+
+
+def test_debug_of_torch_without_a_transform():
+    f = fmp.remat(changing(lambda y: torch.sin(y.sin()), lambda y: torch.sin(y[:2].cos())), debug=True)
+    with pytest.raises(CheckpointError, match=r"(?s)aten.sin.*aten.cos"):
+        f(X.clone().requires_grad_()).sum().backward()
+
+
+def test_debug_changes_nothing_else():
+    f = lambda x: (torch.tanh(x[None] @ x[:, None]) * torch.rand(1)).sum()
+    for saveable in (fmp.saveable.nothing, fmp.saveable.dots):
+        results = []
+        for debug in (False, True):
+            torch.manual_seed(1)
+            lean = fmp.remat(f, saveable=saveable, debug=debug, determinism_check="bitwise")
+            results.append(grad(lambda x, lean=lean: grad(lean)(x).square().sum())(X))
+        assert torch.equal(*results)
 
 
 def test_no_check():

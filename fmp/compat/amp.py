@@ -17,7 +17,7 @@ and `fmp.StaticLossScale`, and an optimizer that is to skip a step is shown no g
 What differs from Apex, on purpose:
 
 - CPU tensors are cast like those of a GPU (put `disable_casts` around what prepares data under O1), and neither CUDA
-  nor cuDNN has to be there.
+  nor cuDNN has to be there. Other processes, as those of a DataLoader, are not cast.
 - `half_dtype=torch.bfloat16` chooses the other half, whose loss scale is 1 unless one is given.
 - `state_dict()` has the float32 masters, so that a resumed run goes on bit for bit. Moments keep their float32, too.
   A dictionary that Apex has saved can be loaded.
@@ -50,6 +50,7 @@ What differs from Apex, on purpose:
 - Parameters in float64 train in float64; what cannot be scaled is refused by `initialize`.
 - Models that are cast later, as by `model.float()`, take their inputs in the new dtype.
 - `load_state_dict` warns of another opt level, by an attribute of what `state_dict` returns.
+- An optimizer that amp was not given may not step on parameters or masters of one that was, where that would be lost.
 """
 
 from collections.abc import Iterator, Mapping
@@ -207,10 +208,13 @@ def shutdown() -> None:
     Raises:
         RuntimeError: If called in another thread than `initialize`, under O1.
     """
-    if current.session is not None:
-        current.session.close()
+    session = current.session
+    if session is not None and session.casting is not None:
+        session.casting.leave()  # refuses in another thread, before anything has changed
     current.session = None
     current.is_disabled = False
+    if session is not None:
+        session.close()
 
 
 @contextmanager

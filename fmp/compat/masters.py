@@ -25,7 +25,7 @@ def as_list(optimizers: Any) -> list[torch.optim.Optimizer]:
 
     Raises:
         TypeError: If it is neither an optimizer, nor a list of them, nor None.
-        RuntimeError: If one is given twice.
+        RuntimeError: If one is given twice, or takes no hooks.
     """
     given = [] if optimizers is None else optimizers
     given = [given] if isinstance(given, torch.optim.Optimizer) else given
@@ -33,7 +33,19 @@ def as_list(optimizers: Any) -> list[torch.optim.Optimizer]:
         raise TypeError(f"optimizers must be one torch.optim.Optimizer or a list of them, got {optimizers!r}")
     if len(set(given)) < len(given):
         raise RuntimeError("optimizers: one of them is given twice")
+    for optimizer in given:
+        _check_hooks(optimizer)
     return given
+
+
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.register_step_pre_hook(lambda *args: None).remove()
+    except AttributeError:
+        raise RuntimeError(
+            f"optimizers: {type(optimizer).__name__} does not call super().__init__, so its steps cannot be skipped; "
+            "call it there, or give amp.initialize the optimizer that it wraps, and wrap that afterwards"
+        ) from None
 
 
 def check_params(optimizer: torch.optim.Optimizer, name: str = "optimizers") -> None:

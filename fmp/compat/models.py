@@ -1,6 +1,6 @@
 """The models of a session: checked, cast in place, and given hooks that cast what goes in and comes out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,18 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 class Place(NamedTuple):
-    """Where a parameter or buffer lives, and the dtype that it had before it was cast."""
+    """Where a parameter or buffer lived when it was cast, and the dtype that it had before.
+
+    Attributes:
+        module: The module.
+        name: The name in it.
+        param: The parameter, which may have moved since; None for a buffer.
+        dtype: The dtype before.
+    """
 
     module: nn.Module
     name: str
+    param: nn.Parameter | None
     dtype: torch.dtype
 
 
@@ -85,17 +93,32 @@ def cast(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> Itera
             continue
         for name, tensor in _own_tensors(module):
             if is_castable(tensor) and tensor.dtype != dtype:
-                yield Place(module, name, tensor.dtype)
+                yield Place(module, name, tensor if isinstance(tensor, nn.Parameter) else None, tensor.dtype)
                 _set(module, name, tensor.detach().to(dtype))
         _flatten(module)
 
 
-def put_back(places: Sequence[Place], masters: dict[Tensor, Tensor]) -> None:
-    """Gives what `cast` has cast its old dtype again, and the values of the masters where there are some."""
-    for module, name, dtype in places:
-        tensor: Tensor = getattr(module, name)
-        _set(module, name, masters.get(tensor, tensor).detach().to(dtype, copy=True))
-    for module in {id(place.module): place.module for place in places}.values():
+def put_back(places: Sequence[Place], cast_to: torch.dtype | None, masters: Mapping[Tensor, Tensor]) -> None:
+    """Gives what `cast` has cast its old dtype again, and the values of the masters where there are some.
+
+    Parameters are found wherever they are by now, as in an optimizer alone. What has come into their modules since, as
+    by pruning or fusing, follows.
+
+    Args:
+        places: What `cast` yielded.
+        cast_to: The dtype that it cast to.
+        masters: The masters, by parameter.
+    """
+    for place in places:
+        if place.param is not None:
+            _set_data(place.param, _value(place.param, masters, place.dtype))
+    for module, old in _by_module(places):
+        usual = next(iter(old.values()))
+        for name, tensor in _own_tensors(module):
+            is_new = tensor.dtype == cast_to and tensor.dtype.itemsize == 2  # `check` lets in no tensor of 16 bits
+            is_buffer = name in old and not isinstance(tensor, nn.Parameter)
+            if is_castable(tensor) and (is_new or is_buffer):
+                _set(module, name, _value(tensor, masters, old.get(name, usual)))
         _flatten(module)
 
 
@@ -128,15 +151,31 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
+def _by_module(places: Sequence[Place]) -> Iterator[tuple[nn.Module, dict[str, torch.dtype]]]:
+    modules = {id(place.module): place.module for place in places}
+    dtypes: dict[int, dict[str, torch.dtype]] = {number: {} for number in modules}
+    for place in places:
+        dtypes[id(place.module)][place.name] = place.dtype
+    return ((module, dtypes[number]) for number, module in modules.items())
+
+
+def _value(tensor: Tensor, masters: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    return masters.get(tensor, tensor).detach().to(dtype, copy=True)
+
+
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
     tensor = getattr(module, name)
-    if not isinstance(tensor, nn.Parameter):
+    if isinstance(tensor, nn.Parameter):
+        _set_data(tensor, value)
+    else:
         setattr(module, name, value)
-        return
+
+
+def _set_data(param: nn.Parameter, value: Tensor) -> None:
     # The parameter stays the same object, as with `module.to`: optimizers hold it.
-    grad, tensor.grad = tensor.grad, None
-    tensor.data = value
-    tensor.grad = None if grad is None else grad.to(value.dtype)
+    grad, param.grad = param.grad, None
+    param.data = value
+    param.grad = None if grad is None else grad.to(value.dtype)
 
 
 def _flatten(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from fmp import tree
+from fmp.compat.casting import SessionCaster
 from fmp.compat.current import current
 from fmp.policy import OpRules
 from fmp.policy.caster import Caster, casters, check_function
@@ -133,6 +134,9 @@ def _casting(name: str, fn: Fn, dtype_of: Callable[[Caster, list[torch.dtype]], 
 
     @functools.wraps(fn, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
+        for caster in casters():
+            if isinstance(caster, SessionCaster):
+                caster.resume_after_failure()
         active = [caster for caster in casters() if not caster.covers and not caster.is_suspended()]
         if not active:
             return fn(*args, **kwargs)

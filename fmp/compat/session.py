@@ -2,11 +2,12 @@
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fmp.compat import gradients, losses, models
 from fmp.compat.casting import Casting, Resume, in_this_thread
@@ -15,6 +16,7 @@ from fmp.compat.losses import Loss
 from fmp.compat.masters import ManagedOptimizer, Masters, RefreshMasters, check_params
 from fmp.compat.options import Options
 from fmp.compat.stepping import Stepping
+from fmp.compat.strangers import Strangers
 from fmp.dtypes import full_precision
 from fmp.policy.caster import covered
 from fmp.scaling import LossScale, NoOpLossScale
@@ -80,6 +82,8 @@ class Session:
             self._optimizers[optimizer] = managed
             self._recast(managed)
             self._add_optimizer_hooks(managed, steps)
+        strangers = Strangers(self._optimizers, self._masters, steps.is_running)
+        self._handles.append(register_optimizer_step_pre_hook(strangers.before))
         for module in self._modules:
             self._add_module_hooks(module)
         if self.casting is not None:
@@ -157,11 +161,25 @@ class Session:
             print(message)
 
     def close(self) -> None:
-        """Ends the session and gives models and optimizers back as they came, in their old dtypes."""
+        """Ends the session and gives models and optimizers back as they came, in their old dtypes.
+
+        A module that refuses a buffer raises in the end, when parameters, gradients and optimizers are given back.
+        """
         if self.casting is not None:
             self.casting.leave()
         for handle in self._handles:
             handle.remove()
+        with ExitStack() as after:
+            for managed in self._optimizers.values():
+                after.callback(self._give_back, managed)
+            grads = self._settled_grads()
+            for param in grads:
+                param.grad = None
+            after.callback(_set_grads, grads)
+            models.put_back(self._places, self.options.model_dtype, self._masters)
+
+    def _settled_grads(self) -> dict[Tensor, Tensor | None]:
+        """Returns the gradients of all parameters, by parameter, as they would be without amp."""
         grads: dict[Tensor, Tensor | None] = {}
         for managed in self._optimizers.values():
             managed.show_grads()
@@ -170,14 +188,11 @@ class Session:
         for param in list(self._pending):  # of models alone
             gradients.forget_cleared({param: param}, self._pending)
             grads |= gradients.settle({param: param}, self._pending)
-        for param in grads:
-            param.grad = None
-        models.put_back(self._places, self._masters)
-        for param, grad in grads.items():
-            param.grad = None if grad is None else grad.to(param.dtype)
-        for managed in self._optimizers.values():
-            managed.release()
-            self._recast(managed)
+        return grads
+
+    def _give_back(self, managed: ManagedOptimizer) -> None:
+        managed.release()
+        self._recast(managed)
 
     def _tell_of_skip(self, index: int) -> None:
         state = self.losses[index]
@@ -254,7 +269,8 @@ class Session:
         unknown = [type(item).__name__ for item in given if item not in self._optimizers]
         if unknown:
             raise RuntimeError(
-                f"optimizers: {', '.join(unknown)} was not given to amp.initialize; give it all models and optimizers"
+                f"optimizers: {', '.join(unknown)} was not given to amp.initialize; give it all models and optimizers. "
+                "For one that wraps another, name the one inside, here as there"
             )
         return [self._optimizers[item] for item in dict.fromkeys(given)]
 
@@ -288,3 +304,8 @@ class Session:
         if not finite:
             for item in managed:
                 item.skips = index if item.skips is None else item.skips
+
+
+def _set_grads(grads: dict[Tensor, Tensor | None]) -> None:
+    for param, grad in grads.items():
+        param.grad = None if grad is None else grad.to(param.dtype)

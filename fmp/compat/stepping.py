@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmp.compat.casting import Casting
+from fmp.compat.casting import Casting, runs
 from fmp.compat.gradients import Pending
 from fmp.compat.masters import ManagedOptimizer, Masters
 
@@ -77,7 +77,7 @@ class Stepping:
             self._tell_of_skip(managed.skips)
             managed.hide_grads()
         if self._casting is not None:
-            self._casting.pause()
+            self._casting.pause(self._call_of(optimizer))
         if not closures:
             return None
         wrapped = [self._closure(managed, arg) if callable(arg) else arg for arg in args[1:]]
@@ -117,7 +117,7 @@ class Stepping:
             finally:
                 if self._casting is not None:
                     self._casting.renew_cache()
-                    self._casting.pause()
+                    self._casting.pause(self._call_of(managed.optimizer))
             self._check_unscaled(managed)
             if managed.skips is not None:
                 self._tell_of_skip(managed.skips)
@@ -130,9 +130,16 @@ class Stepping:
         """Says whether a step begins inside of a step of the same optimizer, and takes note of it."""
         if torch.compiler.is_compiling():  # there are no calls to tell apart
             return False
-        calls = [call for call in self._calls.get(optimizer, []) if _runs(call)]
+        calls = [call for call in self._calls.get(optimizer, []) if runs(call)]
         self._calls[optimizer] = [*calls, sys._getframe(2)]
         return bool(calls)
+
+    def _call_of(self, optimizer: Optimizer) -> FrameType | None:
+        return None if torch.compiler.is_compiling() else self._calls[optimizer][0]
+
+    def is_running(self, optimizer: Optimizer) -> bool:
+        """Says whether a step of an optimizer has begun and not ended."""
+        return any(runs(call) for call in self._calls.get(optimizer, []))
 
     def _check_unscaled(self, managed: ManagedOptimizer) -> None:
         if managed.has_scaled_grads(self._pending):
@@ -151,11 +158,3 @@ class Stepping:
             if all(optimizer in stepped for optimizer, masters in owners.items() if master in masters):
                 master.grad = None
                 del self._stepped[master]
-
-
-def _runs(call: FrameType) -> bool:
-    """Says whether a call has not ended yet, in this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None

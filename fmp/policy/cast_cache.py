@@ -1,5 +1,7 @@
 """Casts a weight once in a call, however often it is used."""
 
+import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -10,11 +12,15 @@ from fmp import _compat
 
 
 class _Entry(NamedTuple):
-    """A cast with what it was made of."""
+    """A cast with what it was made of.
 
-    source: torch.Tensor
+    It holds no graph, which would hold the source: a weight that nobody else has is to go, and its casts with it.
+    """
+
+    source: weakref.ref[torch.Tensor]
     version: int
-    cast: torch.Tensor
+    values: torch.Tensor
+    is_recorded: bool
 
 
 class CastCache:
@@ -24,7 +30,8 @@ class CastCache:
                    and once more as a graph edge       for each further use that autograd records
 
     Each use has an edge of its own, so gradients are summed in the dtype of the weight, as without a cache, not in 16
-    bits. A weight that was written to in between is cast again, and so is one used in a transform that began later.
+    bits. A weight that was written to in between is cast again, and so is one used in a transform that began later. The
+    casts of a weight go when it does.
 
     Args:
         arguments: Tensors to remember, besides `nn.Parameter`s.
@@ -42,11 +49,14 @@ class CastCache:
         key = (id(tensor), dtype, torch.is_grad_enabled() and tensor.requires_grad)
         entry = self._entries.get(key)
         if entry is None or entry.version != tensor._version:
-            entry = self._entries[key] = _Entry(tensor, tensor._version, tensor.to(dtype))
-            return entry.cast
-        if entry.cast.requires_grad or _compat.wrapped_by_transform(tensor):
-            return _UseAgain.apply(tensor, entry.cast.detach())
-        return entry.cast
+            cast = tensor.to(dtype)
+            source = weakref.ref(tensor, functools.partial(_forget, weakref.ref(self), key))
+            values = cast.detach() if cast.requires_grad else cast
+            self._entries[key] = _Entry(source, tensor._version, values, cast.requires_grad)
+            return cast
+        if entry.is_recorded or _compat.wrapped_by_transform(tensor):
+            return _UseAgain.apply(tensor, entry.values.detach())
+        return entry.values
 
     def _remembers(self, tensor: torch.Tensor) -> bool:
         # Inference tensors do not count their changes, and what is made in inference mode is of no use outside of it.
@@ -56,6 +66,13 @@ class CastCache:
             and self._level == _compat.transform_level()
             and not _compat.forward_mode_active()
         )
+
+
+def _forget(cache: weakref.ref[CastCache], key: Any, source: weakref.ref[torch.Tensor]) -> None:
+    """Drops a cast whose source is gone, before another tensor can have its id."""
+    alive = cache()
+    if alive is not None:
+        alive._entries.pop(key, None)
 
 
 class _UseAgain(torch.autograd.Function):

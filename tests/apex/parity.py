@@ -23,6 +23,7 @@ LOSSES = "tests/apex/test_several_losses.py"
 ACCUMULATION = "tests/apex/test_accumulation.py"
 SCALER = "tests/apex/test_loss_scaler.py"
 MASTERS = "tests/apex/test_masters.py"
+SCHEDULES = "tests/compat/test_amp_schedules.py"
 CHECKPOINT = "tests/apex/test_checkpoint.py"
 FUNCTIONS = "tests/apex/test_functions.py"
 RNN = "tests/apex/test_rnn.py"
@@ -374,6 +375,24 @@ SECTIONS: dict[str, list[Row]] = {
             "`fmp.optim.chain(fmp.optim.clip_by_value(0.1), optimizer)`",
             "",
             "tests/optim/test_clip.py::test_clip_by_value_is_that_of_torch",
+        ),
+        Row(
+            "`scheduler = LambdaLR(optimizer, f)`, `scheduler.step()`",
+            "`fmp.optim.sgd(lambda count: rate * f(count))`, `fmp.optim.schedules`",
+            "of the count of updates, which a skipped step does not advance",
+            f"{SCHEDULES}::test_a_schedule_counts_updates_where_a_scheduler_counts_calls",
+        ),
+        Row(
+            "a group without weight decay",
+            '`fmp.optim.adamw(rate, weight_decay=0.1, mask=["*.weight"])`',
+            "names of what decays",
+            f"{SCHEDULES}::test_a_group_without_weight_decay_is_a_mask",
+        ),
+        Row(
+            "groups with rates of their own",
+            '`fmp.optim.partition({"body": ..., "head": ...}, labels)`',
+            "a rule from a path to a label",
+            f"{SCHEDULES}::test_groups_with_rates_of_their_own_are_a_partition",
         ),
         Row(
             "`optimizer.add_param_group(group)`",

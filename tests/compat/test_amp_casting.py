@@ -1,7 +1,9 @@
 """Apex 1.9 to 1.11: O1's casts, registrations and decorators, the cast cache, and recurrent networks."""
 
 import functools
+import multiprocessing
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -478,3 +480,84 @@ def test_a_sequence_is_that_of_its_rounded_weights():
     with amp.disable_casts():
         expected, _ = half(x.to(BF16))
     assert torch.equal(output, expected)
+
+
+# --- 1.9: where casting is not to be, and where it is to come back
+
+
+class FailingOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert (X @ X).dtype == F32  # a step is not cast
+        if closure is not None:
+            closure()
+            assert (X @ X).dtype == F32
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("closure", [None, lambda: X @ X])
+def test_casting_is_on_again_right_after_a_step_that_raises(closure):
+    model = nn.Linear(2, 2)
+    optimizer = FailingOptimizer(model.parameters(), lr=0.1)
+    start(model, optimizer)
+    seen = amp.half_function(lambda tensor: tensor.dtype)
+    for function in (lambda: (X @ X).dtype, lambda: seen(X), lambda: F.linear(X, X).dtype):
+        for _ in range(2):
+            with pytest.raises(ArithmeticError):
+                optimizer.step(closure)
+        assert function() == BF16
+        with amp.disable_casts():
+            assert function() == F32
+        assert function() == BF16
+
+
+class Products(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        decorated = amp.half_function(lambda tensor: tensor + 0.0)
+        return torch.tensor([(X @ X).dtype == BF16, decorated(X).dtype == BF16])
+
+
+def test_other_processes_are_not_cast():
+    start()
+    loader = torch.utils.data.DataLoader(Products(), num_workers=1, multiprocessing_context="fork")
+    assert [batch.tolist() for batch in loader] == [[[False, False]]] * 2
+    assert Products()[0].tolist() == [True, True]
+    assert (X @ X).dtype == BF16
+
+
+def test_a_session_belongs_to_one_process():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start(model, optimizer)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+
+    def elsewhere() -> None:
+        try:
+            with amp.scale_loss(model(X).sum(), optimizer):
+                pass
+        except RuntimeError as error:
+            queue.put(str(error))
+
+    process = context.Process(target=elsewhere)
+    process.start()
+    assert "train in the process" in queue.get(timeout=60)
+    process.join()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_casts_go_with_their_weights(recorded):
+    start()
+    weights = []
+    with torch.set_grad_enabled(recorded):
+        for _ in range(3):
+            weight = nn.Parameter(torch.ones(2, 2))
+            weights.append(weakref.ref(weight))
+            output = F.linear(X, weight)
+            assert output.dtype == BF16
+            again = F.linear(X, weight)
+            assert again.requires_grad == recorded
+    del weight, output, again
+    assert [reference() for reference in weights] == [None] * 3

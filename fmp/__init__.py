@@ -6,6 +6,7 @@ global, nothing is mutated.
 
 from fmp import (
     checkpoint as checkpoint,
+    df11 as df11,
     errors as errors,
     master as master,
     memory as memory,
@@ -67,6 +68,7 @@ __all__ = [
     "cast",
     "checkpoint",
     "checkpoint_name",
+    "df11",
     "errors",
     "explain",
     "full_precision",

@@ -16,5 +16,9 @@ class CheckpointError(ValueError):
     """A checkpoint is incomplete, damaged, or does not fit the tree it is loaded into."""
 
 
+class DF11Error(ValueError):
+    """A file of compressed weights is incomplete, damaged, or of a kind that this fmp does not read."""
+
+
 class RematError(RuntimeError):
     """A function given to `fmp.remat` cannot be recomputed to the same gradient, or was not."""

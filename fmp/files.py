@@ -80,7 +80,9 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
         tensor([ 0, 60,  0, 64], dtype=torch.uint8)
     """
     host = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return host.contiguous().reshape(-1).view(torch.uint8)
+    # Strides that do not matter, of a tensor with at most one element, would not let it be viewed as bytes.
+    host = host.contiguous() if host.numel() > 1 else host.clone(memory_format=torch.contiguous_format)
+    return host.reshape(-1).view(torch.uint8)
 
 
 def sha256(data: bytes | torch.Tensor) -> str:

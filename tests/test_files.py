@@ -162,6 +162,8 @@ def test_raw_bytes_resolves_strides_and_lazy_bits() -> None:
         expected = np.ascontiguousarray(view.resolve_conj().resolve_neg())
         assert files.raw_bytes(view).numpy().tobytes() == expected.tobytes()
     assert files.raw_bytes(torch.ones(2, requires_grad=True)).shape == (8,)
+    assert files.raw_bytes(torch.from_numpy(np.empty((0, 3)))).shape == (0,)
+    assert files.raw_bytes(torch.arange(10.0)[::5][:1]).shape == (4,)
 
 
 def test_sha256_is_hashlibs() -> None:

@@ -261,3 +261,8 @@ def test_compiled_functions_count_as_if_they_were_not():
     compiled(X, W)
     residuals = saved_residuals(compiled, X, W)
     assert residuals.total_bytes == saved_residuals(block, X, W).total_bytes
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="outside of torch"):
+        fmp.memory.saved_residuals(torch.sin, torch.ones(2))

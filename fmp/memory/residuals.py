@@ -98,7 +98,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, fake: bool = False, *
         The values: those that cost memory in the order in which they were computed, then the arguments.
 
     Raises:
-        RuntimeError: Inside of a torch.func transform.
+        RuntimeError: Inside of a torch.func transform or torch.inference_mode.
         ValueError: As for `fmp.memory.peak`.
 
     References:
@@ -120,6 +120,8 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, fake: bool = False, *
     """
     if _compat.transform_active():
         raise RuntimeError("saved_residuals measures a whole call; call it outside of torch.func transforms")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("saved_residuals differentiates; call it outside of torch.inference_mode")
     if fake:
         with stand_ins(fn, args, kwargs) as (fake_fn, fake_args, fake_kwargs):
             return saved_residuals(fake_fn, *fake_args, **fake_kwargs)

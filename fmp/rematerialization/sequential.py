@@ -2,8 +2,9 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -194,16 +195,22 @@ def _given_segments(segments: Any, count: int, memory_budget: float | None) -> C
     if isinstance(segments, str) and segments == "auto":
         if memory_budget is not None and not isinstance(memory_budget, int | float):
             raise TypeError(f"memory_budget must be a number of bytes, got {memory_budget!r}")
+        if memory_budget is not None and math.isnan(memory_budget):
+            raise ValueError("memory_budget must be a number of bytes, got nan")
         return None
     if memory_budget is not None:
         raise ValueError(f'memory_budget needs segments="auto", got segments={segments!r}')
     if isinstance(segments, ChainPlan):
-        if segments.segments[-1].stop != count:
-            raise ValueError(
-                f"segments is the plan of a chain of {segments.segments[-1].stop} functions, and there are {count}"
-            )
+        stops = [0, *(segment.stop for segment in segments.segments)]
+        if stops[-1] != count:
+            raise ValueError(f"segments is the plan of a chain of {stops[-1]} functions, and there are {count}")
+        if any(
+            part.start != start or part.stop <= start for part, start in zip(segments.segments, stops, strict=False)
+        ):
+            raise ValueError(f"segments must follow one another without a gap, got the plan\n{segments}")
         return segments
-    if isinstance(segments, int) and not isinstance(segments, bool):
+    if isinstance(segments, SupportsIndex) and not isinstance(segments, bool):
+        segments = operator.index(segments)
         if not 1 <= segments <= count:
             raise ValueError(f"segments must be from 1 to {count}, the number of functions, got {segments}")
         return _even_segments(count, segments)

@@ -105,7 +105,8 @@ def describe(tree: Tree) -> str:
     """Writes a tree with dtype and shape in place of each tensor.
 
     Args:
-        tree: Any tree, or a single tensor.
+        tree: Any tree, or a single tensor. A node whose class has a method `__describe__() -> str` is shown as what
+            that returns.
 
     Returns:
         For example `{'w': f32[3,4], 'count': i32[], 'name': 'adam'}`.
@@ -115,9 +116,16 @@ def describe(tree: Tree) -> str:
         "{'w': f32[3,4], 'count': i64[]}"
     """
 
+    def describes_itself(node: Any) -> bool:
+        return hasattr(type(node), "__describe__")
+
     def short(leaf: Any) -> Any:
+        if describes_itself(leaf):
+            return _Description(leaf.__describe__())
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return _Description(f"{short_name(leaf.dtype)}[{','.join(str(size) for size in leaf.shape)}]")
 
-    return repr(map(short, tree))
+    if torch.compiler.is_compiling():
+        return repr(map(short, tree))
+    return repr(optree.tree_map(short, tree, is_leaf=describes_itself, none_is_leaf=True))

@@ -1,8 +1,9 @@
 """remat_sequential: the chain itself, with its values and gradients, and the peak that it predicts."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -296,6 +297,7 @@ def test_batch_norm_in_training_is_refused(segments: Any):
 def test_the_plan_is_shown():
     given = fmp.remat_sequential([torch.sin] * 4, [2, 1, 1]).plan(torch.ones(2))
     assert str(given) == "0:2 recomputed\n2:3 recomputed\n3:4 kept"
+    assert fmp.remat_sequential([torch.sin] * 4, cast(Any, np.int64(2))).plan(torch.ones(2)).segments[0].stop == 2
     chain = fmp.remat_sequential([torch.sin] * 4, "auto", memory_budget=1000)
     assert str(chain.plan(torch.ones(2, requires_grad=True))).splitlines()[0] == "0:4 kept"
 
@@ -317,6 +319,9 @@ def test_the_plan_is_shown():
         ([torch.sin], ChainPlan((Segment(0, 1, False),)), {"memory_budget": 1}, ValueError, 'needs segments="auto"'),
         ([torch.sin], 1, {"memory_budget": 10}, ValueError, 'memory_budget needs segments="auto"'),
         ([torch.sin], "auto", {"memory_budget": "1"}, TypeError, "memory_budget must be a number of bytes, got '1'"),
+        ([torch.sin], "auto", {"memory_budget": float("nan")}, ValueError, "got nan"),
+        ([torch.sin] * 3, ChainPlan((Segment(0, 1, True), Segment(2, 3, False))), {}, ValueError, "without a gap"),
+        ([torch.sin] * 3, ChainPlan(()), {}, ValueError, "of a chain of 0 functions"),
         ([torch.sin], 1, {"saveable": 3}, TypeError, "saveable must be"),
         ([torch.sin], 1, {"determinism_check": "all"}, ValueError, "determinism_check must be"),
     ],

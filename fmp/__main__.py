@@ -1,0 +1,35 @@
+"""The command line: `python -m fmp`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fmp import __version__
+from fmp.df11 import cli
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: The words after `python -m fmp`; by default, those of this process.
+
+    Returns:
+        The exit code.
+
+    Example:
+        >>> main(["df11", "verify", "no such file"])
+        2
+    """
+    parser = argparse.ArgumentParser(prog="python -m fmp", description="Functional mixed precision for PyTorch.")
+    parser.add_argument("--version", action="version", version=__version__)
+    cli.add_commands(parser.add_subparsers(title="commands", metavar="COMMAND"))
+    options = parser.parse_args(arguments)
+    if "run" not in options:
+        (options.parser if "parser" in options else parser).print_help()
+        return 0
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

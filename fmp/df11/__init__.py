@@ -1,0 +1,13 @@
+"""DF11: bf16 weights without loss in about 10.6 bits each.
+
+    compressed = fmp.df11.compress(params)        bf16 tensors become nodes; everything that carries trees carries them
+    params = fmp.df11.decompress(compressed)      the same bits
+    fmp.df11.save(compressed, path)               one file, with a checksum for every tensor; load(path) reads it
+
+`fmp.df11.layout` shows how a compressed tensor lies in memory, and why.
+"""
+
+from fmp.df11.compressed import CompressedTensor as CompressedTensor
+from fmp.df11.container import WeightFile as WeightFile, load as load, open as open, save as save
+from fmp.df11.published import read_dfloat11 as read_dfloat11, write_dfloat11 as write_dfloat11
+from fmp.df11.trees import compress as compress, decompress as decompress

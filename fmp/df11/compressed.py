@@ -1,0 +1,217 @@
+"""A compressed tensor as a node of a tree: tensors as children, so that everything which carries trees carries it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fmp import _compat, tree
+from fmp.df11 import codec
+from fmp.df11.layout import Encoded
+
+
+@tree.dataclass
+class CompressedTensor:
+    """A bf16 tensor in about 10.6 bits a number, from which it comes back bit for bit.
+
+    The children are integers: no cast changes them, and nothing can be differentiated by them. `torch.func` transforms
+    and `torch.compile` take the node as an argument; `decompress` works inside of both, and is one operator to the
+    compiler. `fmp.checkpoint`, pickle and deepcopy carry it. (A checkpoint is loaded into a tree whose tensors have
+    the sizes of the saved ones. That is so for the same weights, compressed again, but not for other weights.)
+
+    A tensor that compression would make larger is kept as it is, in `raw`, and the other parts are empty.
+
+    Attributes:
+        code_lengths: u8[256], the length of each exponent's code, as in `fmp.df11.layout`.
+        stream: i64[words], the codes.
+        chunk_bits: i16[chunks], the number of bits in each chunk.
+        group_starts: i64[groups], the position in bits at which each group starts.
+        sign_mantissa: u8[numel], sign and mantissa of each number.
+        raw: i16[numel], the bits of all numbers, or empty.
+        shape: The shape of the tensor.
+        dtype: Its dtype, bfloat16.
+
+    Example:
+        >>> weight = torch.full((64, 128), 0.5, dtype=torch.bfloat16)
+        >>> node = CompressedTensor.compress(weight)
+        >>> node, torch.equal(node.decompress(), weight), node.nbytes / weight.nbytes < 0.6
+        (df11[64,128], True, True)
+    """
+
+    code_lengths: torch.Tensor
+    stream: torch.Tensor
+    chunk_bits: torch.Tensor
+    group_starts: torch.Tensor
+    sign_mantissa: torch.Tensor
+    raw: torch.Tensor
+    shape: torch.Size = tree.static()
+    dtype: torch.dtype = tree.static(default=torch.bfloat16)
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> "CompressedTensor":
+        """Compresses one tensor, on the host and by as many threads as `torch.get_num_threads()` says.
+
+        Args:
+            tensor: bf16[...], of any shape, strides and device. What is on another device is copied to the host, and
+                the parts are put on that device.
+
+        Returns:
+            The node. It shares no memory with the tensor.
+
+        Raises:
+            TypeError: If the tensor is not bf16, or not a plain tensor with memory of its own.
+            RuntimeError: Inside of a `torch.func` transform or `torch.compile`, where tensors have no fixed values.
+        """
+        check_compressible(tensor)
+        values = _array(tensor.detach().reshape(-1).view(torch.int16), np.uint16)
+        encoded = codec.encode(values, threads=torch.get_num_threads())
+        raw = torch.from_numpy(values.view(np.int16).copy()) if encoded is None else torch.empty(0, dtype=torch.int16)
+        return cls.from_encoded(encoded, raw, tensor.shape).to(tensor.device)
+
+    @classmethod
+    def from_encoded(cls, encoded: Encoded | None, raw: torch.Tensor, shape: Sequence[int]) -> "CompressedTensor":
+        """Makes a node of what `codec.encode` returns, without a copy, or of the numbers as they are.
+
+        Args:
+            encoded: The compressed numbers; None if the numbers are in `raw`.
+            raw: i16[numel], the bits of the numbers; i16[0] if they are in `encoded`.
+            shape: The shape of the tensor.
+        """
+        if encoded is None:
+            dtypes = (torch.uint8, torch.int64, torch.int16, torch.int64, torch.uint8)
+            lengths, stream, chunk_bits, starts, rest = [torch.empty(0, dtype=dtype) for dtype in dtypes]
+        else:
+            lengths = torch.from_numpy(encoded.code_lengths)
+            stream = torch.from_numpy(encoded.stream.view(np.int64))
+            chunk_bits = torch.from_numpy(encoded.chunk_bits.view(np.int16))
+            starts = torch.from_numpy(encoded.group_starts)
+            rest = torch.from_numpy(encoded.sign_mantissa)
+        return cls(lengths, stream, chunk_bits, starts, rest, raw, torch.Size(shape))
+
+    def decompress(self) -> torch.Tensor:
+        """Restores the tensor.
+
+        Returns:
+            bf16 of the tensor's shape, contiguous, on the node's device, in memory of its own. The work is done on the
+            host.
+
+        Raises:
+            ValueError: If the parts do not fit together, or are mapped over by `torch.func.vmap`.
+        """
+        if self.is_raw:
+            return self.raw.clone().view(self.dtype).reshape(self.shape)
+        parts = (self.code_lengths, self.stream, self.chunk_bits, self.group_starts, self.sign_mantissa)
+        return _decode(*parts, self.shape)
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "CompressedTensor":
+        """Moves the node to a device. It has no other dtype: for that, decompress it first."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"{self} cannot be cast to {device}; cast what decompress() returns")
+        return tree.map(lambda part: part.to(device, non_blocking=non_blocking), self)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the tensor is kept as it is."""
+        return self.code_lengths.numel() == 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parts."""
+        return self.sign_mantissa.device
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the tensor."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parts together."""
+        parts = (self.code_lengths, self.stream, self.chunk_bits, self.group_starts, self.sign_mantissa, self.raw)
+        return sum([part.nbytes for part in parts])
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The bits that a number takes, all included; 16.0 for an empty tensor."""
+        return 8 * self.nbytes / self.numel() if self.numel() else 16.0
+
+    def numel(self) -> int:
+        """Returns the number of elements of the tensor."""
+        return self.shape.numel()
+
+    def __repr__(self) -> str:
+        return self.__describe__()
+
+    def __describe__(self) -> str:
+        return f"df11[{','.join(str(size) for size in self.shape)}]"
+
+
+def check_compressible(tensor: Any, what: str = "the tensor") -> None:
+    """Raises unless a value is a tensor that can be compressed.
+
+    Args:
+        tensor: The value.
+        what: What to call it in the message.
+
+    Raises:
+        TypeError: If it is not a plain bf16 tensor.
+        RuntimeError: If it belongs to a transform, or torch.compile traces.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bfloat16:
+        raise TypeError(
+            f"{what} is {tree.describe(tensor)}; only bf16 tensors are compressed: cast it first, for example with "
+            "fmp.cast, or leave it out"
+        )
+    if torch.compiler.is_compiling() or _compat.wrapped_by_transform(_compat.unwrap_if_dead(tensor)):
+        raise RuntimeError(f"{what} is compressed inside of a transform or torch.compile; compress it outside")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        kind = f"{type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
+        raise TypeError(f"{what} is a {kind}; only plain tensors with values are compressed")
+
+
+@torch.library.custom_op("fmp::df11_decode", mutates_args=())
+def _decode(
+    code_lengths: torch.Tensor,
+    stream: torch.Tensor,
+    chunk_bits: torch.Tensor,
+    group_starts: torch.Tensor,
+    sign_mantissa: torch.Tensor,
+    shape: Sequence[int],
+) -> torch.Tensor:
+    if sign_mantissa.numel() != torch.Size(shape).numel():
+        raise ValueError(f"{sign_mantissa.numel()} compressed numbers do not have the shape {list(shape)}")
+    encoded = Encoded(
+        _array(code_lengths, np.uint8),
+        _array(stream, np.uint64),
+        _array(chunk_bits, np.uint16),
+        _array(group_starts, np.int64),
+        _array(sign_mantissa, np.uint8),
+    )
+    bits = codec.decode(encoded, threads=torch.get_num_threads())
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(shape).to(sign_mantissa.device)
+
+
+@_decode.register_fake
+def _(
+    code_lengths: torch.Tensor,
+    stream: torch.Tensor,
+    chunk_bits: torch.Tensor,
+    group_starts: torch.Tensor,
+    sign_mantissa: torch.Tensor,
+    shape: Sequence[int],
+) -> torch.Tensor:
+    return sign_mantissa.new_empty(shape, dtype=torch.bfloat16)
+
+
+@_decode.register_vmap
+def _(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise ValueError(
+        "a compressed tensor cannot be mapped over by vmap; use in_dims=None for it, or decompress it first"
+    )
+
+
+def _array(tensor: torch.Tensor, dtype: type) -> npt.NDArray[Any]:
+    # A tensor that was read from a file may lie anywhere, also where a number of 64 bits should not.
+    return np.require(tensor.detach().cpu().contiguous().numpy(), requirements=["C", "A"]).view(dtype)

@@ -260,6 +260,20 @@ def below_transforms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def differentiated(tensor: torch.Tensor) -> bool:
+    """Says whether autograd, or a reverse-mode transform at any level around the caller, tracks a tensor."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def level_of(tensor: torch.Tensor) -> int:
+    """Returns which of the transforms in progress has wrapped a tensor last, from 1; less for none or an ended one."""
+    return _functorch.maybe_get_level(tensor)
+
+
 def belongs_to_ended_level(tensor: torch.Tensor, kinds: tuple[Any, ...]) -> bool:
     """Says whether a tensor carries the wrapper of a transform that is not among those in progress.
 
@@ -273,6 +287,26 @@ def belongs_to_ended_level(tensor: torch.Tensor, kinds: tuple[Any, ...]) -> bool
     if level < 1:
         return False  # its transform has returned: the wrapper means nothing any more
     return level > len(kinds) or (kinds[level - 1] == VMAP) != _functorch.is_batchedtensor(tensor)
+
+
+@contextmanager
+def levels_up_to(count: int) -> Iterator[None]:
+    """Begins transforms that change nothing, until so many are in progress; ends them afterwards."""
+    missing = max(count - len(transforms()), 0)
+    for _ in range(missing):
+        _functorch._grad_increment_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(missing):
+            _functorch._grad_decrement_nesting()
+
+
+def unwrapped_to(tensor: torch.Tensor, level: int) -> torch.Tensor:
+    """Takes off a tensor the wrappers of all transforms that are not among the first so many."""
+    while _functorch.is_functorch_wrapped_tensor(tensor) and not 0 < _functorch.maybe_get_level(tensor) <= level:
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def saved_tensors_hooks_allowed() -> bool:

@@ -6,14 +6,15 @@ Reached are the arguments and containers among them, closure cells, default argu
 variables that the code names, the helper functions behind any of these, and the tensors of modules. A function is
 copied only where a tensor was found behind it; a module stays the same object, and its tensors are swapped for a while.
 
-Not reached are the attributes of other objects, and without a transform what lies behind a compiled function.
+Not reached are the attributes of other objects, and without a transform what lies behind a compiled function. What is
+reached and holds no tensor goes into a snapshot.
 """
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -21,22 +22,13 @@ from torch import Tensor, nn
 
 from fmp import _compat, tree
 from fmp.errors import RematError
-
-# Makes a value anew around other tensors. `made` holds the functions that are made, because they may call each other.
-Rebuild = Callable[[Sequence[Tensor], dict[int, Any]], Any]
+from fmp.rematerialization.places import Made, Place, Rebuild, check_places
+from fmp.rematerialization.snapshot import OWN, Snapshot, names_set, undo
 
 _ATOMS = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device, type, types.ModuleType)
+_NUMBERS = frozenset((bool, int, float, str, type(None)))
 # The globals of these are their own business, and hold no tensors.
 _LIBRARIES = ("torch", "optree", "numpy", "fmp", "functools", "contextlib")
-
-
-class Place(NamedTuple):
-    """Where a module keeps a tensor: one of its dictionaries, the key there, and the slot of the tensor."""
-
-    table: dict[str, Any]
-    key: str
-    slot: int
-    name: str
 
 
 class Capture:
@@ -50,11 +42,13 @@ class Capture:
         tensors: The tensors, each once.
         count: How many there are.
         generators: The random generators that it can reach.
+        snapshot: What else it can reach.
     """
 
     def __init__(self, value: Any):
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.snapshot = Snapshot()
         self._slots: dict[int, int] = {}
         self._known: dict[int, tuple[Any, Rebuild | None]] = {}
         self._places: dict[int, list[Place]] = {}
@@ -70,27 +64,31 @@ class Capture:
             self.tensors.append(tensor)
         return slot
 
-    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
-        """Makes the value anew around other tensors, one for each slot."""
-        return self.value if self._rebuild is None else self._rebuild(tensors, {})
+    def rebuilt(self, tensors: Sequence[Tensor], made: Made | None = None) -> Any:
+        """Makes the value anew around other tensors, one for each slot; `made` takes down what was made."""
+        return self.value if self._rebuild is None else self._rebuild(tensors, made or Made())
 
     @contextmanager
-    def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Puts other tensors into the modules that the value can reach.
+    def swapped(self, tensors: Sequence[Tensor], made: Made | None = None) -> Iterator[None]:
+        """Puts other tensors into the modules that the value can reach, and all else back to where it stood at first.
 
         Raises:
             RematError: If a module replaced one of them meanwhile, which would be lost.
         """
         places = [place for places in self._places.values() for place in places]
         before = [place.table[place.key] for place in places]
-        for place in places:
-            place.table[place.key] = tensors[place.slot]
+        changes = self.snapshot.restore()
+        made = made or Made()
+        values = [place.rebuild(tensors, made) if place.rebuild else tensors[place.slot] for place in places]
+        for place, value in zip(places, values, strict=True):
+            place.table[place.key] = value
         try:
             yield
-            self.check_modules(tensors)
+            check_places(places, values)
         finally:
-            for place, tensor in zip(places, before, strict=True):
-                place.table[place.key] = tensor
+            for place, value in zip(places, before, strict=True):
+                place.table[place.key] = value
+            undo(changes)
 
     def forget(self) -> None:
         """Lets go of the tensors; what is needed to make the value anew stays."""
@@ -114,12 +112,20 @@ class Capture:
         Raises:
             RematError: If one does not.
         """
-        for place in [place for places in self._places.values() for place in places]:
-            if place.table.get(place.key) is not tensors[place.slot]:
-                raise RematError(
-                    f"remat: the function gave the module's {place.name} a new value, which a recomputation would do "
-                    "twice; return the value instead, for example with fmp.functionalize(module).apply"
-                )
+        places = [place for places in self._places.values() for place in places if place.rebuild is None]
+        check_places(places, [tensors[place.slot] for place in places])
+
+    def check_effects(self, made: Made) -> None:
+        """Refuses a call that has left tensors elsewhere than in its result.
+
+        Args:
+            made: What was made for the call.
+
+        Raises:
+            RematError: If it has, naming where.
+        """
+        made.check()
+        self.snapshot.check()
 
     def _visit(self, value: Any) -> Rebuild | None:
         """Returns how to make a value anew; None for one that reaches no tensor and can stay as it is."""
@@ -144,6 +150,7 @@ class Capture:
             return self._partial(value)
         kind = type(value)
         if kind is dict and not value:
+            self.snapshot.note_container(value)
             return None
         return self._tuple(value) if kind is tuple else self._container(value)
 
@@ -161,12 +168,18 @@ class Capture:
         leaves, spec = tree.flatten(value)
         parts = [self._visit(leaf) for leaf in leaves]
         if not any(parts):
+            if isinstance(value, list | dict):
+                self.snapshot.note_container(value)
             return None
+        key = id(value)
         leaves = [None if part else leaf for part, leaf in zip(parts, leaves, strict=True)]
 
-        def rebuild(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:
-            filled = [part(tensors, made) if part else leaf for part, leaf in zip(parts, leaves, strict=True)]
-            return tree.unflatten(spec, filled)
+        def rebuild(tensors: Sequence[Tensor], made: Made) -> Any:
+            if key not in made.values:
+                filled = [part(tensors, made) if part else leaf for part, leaf in zip(parts, leaves, strict=True)]
+                made.values[key] = tree.unflatten(spec, filled)
+                made.containers.append((made.values[key], filled))
+            return made.values[key]
 
         self._known[id(value)] = (value, rebuild)
         return rebuild
@@ -180,7 +193,7 @@ class Capture:
         if parts is None:
             return None
 
-        def rebuild(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:
+        def rebuild(tensors: Sequence[Tensor], made: Made) -> Any:
             func, args, keywords = parts(tensors, made)
             return functools.partial(func, *args, **keywords)
 
@@ -190,13 +203,29 @@ class Capture:
         for path, part in module.named_modules():
             if id(part) in self._places:
                 continue
+            if isinstance(part, torch.jit.ScriptModule):
+                raise RematError(
+                    f"remat: {type(part).__name__} {path!r} is made by torch.jit, and its tensors cannot be replaced "
+                    "for a recomputation; use the module that it was made of"
+                )
             attributes = vars(part)
-            self._places[id(part)] = [
-                Place(table, key, self.add(tensor), f"{path}.{key}".removeprefix("."))
+            self._places[id(part)] = places = [
+                Place(table, key, f"{path}.{key}".removeprefix("."), self.add(tensor))
                 for table in (part._parameters, part._buffers, attributes)
                 for key, tensor in table.items()
                 if isinstance(tensor, Tensor)
             ]
+            others: list[tuple[str, Any]] = []
+            for key, value in attributes.items():
+                if key in OWN:
+                    continue
+                if type(value) in _NUMBERS or not isinstance(value, Tensor):
+                    again = None if type(value) in _NUMBERS else self._visit(value)
+                    if again is None:
+                        others.append((key, value))
+                    else:
+                        places.append(Place(attributes, key, f"{path}.{key}".removeprefix("."), rebuild=again))
+            self.snapshot.note_module(part, path, others)
 
     def _function(self, function: types.FunctionType) -> Rebuild | None:
         if _compat.is_compiled(function):
@@ -204,8 +233,8 @@ class Capture:
             return self._visit(_compat.original(function)) if _compat.transform_active() else None
         key = id(function)
 
-        def again(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:
-            return made[key] if key in made else rebuild(tensors, made)
+        def again(tensors: Sequence[Tensor], made: Made) -> Any:
+            return made.values[key] if key in made.values else rebuild(tensors, made)
 
         # A function that can reach itself is always made anew.
         self._known[key] = (function, again)
@@ -213,6 +242,7 @@ class Capture:
         in_cells = [self._visit(cell.cell_contents) if _is_full(cell) else None for cell in closure]
         in_defaults = self._visit((function.__defaults__, function.__kwdefaults__))
         in_globals = {name: part for name, value in _named_globals(function) if (part := self._visit(value))}
+        self._note_variables(function, in_cells, in_globals)
         if not any((*in_cells, in_defaults, in_globals)):
             self._known[key] = (function, None)
             return None
@@ -222,20 +252,33 @@ class Capture:
         code, scope, name = function.__code__, function.__globals__, function.__name__
         attributes = {key: value for key, value in vars(function).items() if key != "__wrapped__"}
 
-        def rebuild(tensors: Sequence[Tensor], made: dict[int, Any]) -> Any:
+        def rebuild(tensors: Sequence[Tensor], made: Made) -> Any:
             new_cells = tuple([types.CellType() if cell is None else cell for cell in cells])
             new_scope = dict(scope) if in_globals else scope
-            made[key] = new = types.FunctionType(code, new_scope, name, None, new_cells)
+            made.values[key] = new = types.FunctionType(code, new_scope, name, None, new_cells)
             vars(new).update(attributes)
-            for part, cell in zip(in_cells, new_cells, strict=True):
+            for part, cell, variable in zip(in_cells, new_cells, code.co_freevars, strict=True):
                 if part:
                     cell.cell_contents = part(tensors, made)
+                    made.cells.append((cell, cell.cell_contents, variable))
             for variable, part in in_globals.items():
                 new_scope[variable] = part(tensors, made)
+            if in_globals:
+                made.scopes += [(new_scope, new_scope.get(variable), variable) for variable in names_set(code)]
             new.__defaults__, new.__kwdefaults__ = in_defaults(tensors, made) if in_defaults else defaults
             return new
 
         return again
+
+    def _note_variables(self, function: types.FunctionType, in_cells: Sequence[Any], in_globals: Any) -> None:
+        code, scope, names = function.__code__, function.__globals__, names_set(function.__code__)
+        for name, cell, part in zip(code.co_freevars, function.__closure__ or (), in_cells, strict=True):
+            if not part:
+                self.snapshot.note_cell(cell, name, name in names)
+        if not _is_library(scope):
+            for name in _names(code):
+                if (name in names and not in_globals) or (name in scope and name not in (*in_globals, *names)):
+                    self.snapshot.note_global(scope, name, name in names)
 
 
 def _is_full(cell: types.CellType) -> bool:
@@ -246,10 +289,14 @@ def _is_full(cell: types.CellType) -> bool:
     return True
 
 
+def _is_library(scope: dict[str, Any]) -> bool:
+    return str(scope.get("__name__")).partition(".")[0] in _LIBRARIES
+
+
 def _named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yields the global variables that a function, or one defined inside of it, names, if they may hold tensors."""
     scope = function.__globals__
-    if str(scope.get("__name__")).partition(".")[0] in _LIBRARIES:
+    if _is_library(scope):
         return
     for name in _names(function.__code__):
         value = scope.get(name)

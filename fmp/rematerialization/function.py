@@ -182,17 +182,21 @@ def _computed_again(region: Region, primals: Sequence[Tensor], at: list[int], wa
 
 
 def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Tensor) -> Pull:
-    tracked: list[Any] = []
-    computed = _computed_again(region, primals, wanted, given)
+    # torch takes composite functions apart by what requires grad. Where values are kept, that must not depend on what
+    # is wanted now.
+    at = wanted if region.tracked is None else sorted({*region.tracked, *wanted})
+    noted: list[Any] = []
+    computed = _computed_again(region, primals, at, given)
 
-    def noted(*variables: Tensor) -> tuple[Tensor, ...]:
+    def note(*variables: Tensor) -> tuple[Tensor, ...]:
         tensors = computed(*variables)
-        tracked.extend((variables, tensors))
+        noted.extend((variables, tensors))
         return tensors
 
     vjp: Any = torch.func.vjp
-    vjp(noted, *(primals[i] for i in wanted))
-    variables, tensors = tracked
+    vjp(note, *(primals[i] for i in at))
+    variables, tensors = noted
+    variables = [variable for i, variable in zip(at, variables, strict=True) if i in wanted]
     reached = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
 
     # What torch.func.vjp returns would make zeros for each operand that is not used: for a method of a large module,

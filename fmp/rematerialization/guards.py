@@ -30,31 +30,45 @@ class Guard(TorchFunctionMode):
     """Raises when a torch function reads a tensor of a transform that is not in progress here.
 
     A torch.autograd.Function runs below the transforms around it. There, torch takes such a tensor for a constant.
+
+    Args:
+        levels: How many transforms are in progress around the call, but not here, if those that the function begins
+            count from there.
+
+    Attributes:
+        has_seen_more: Whether the function has begun a transform.
     """
+
+    def __init__(self, levels: int = 0):
+        super().__init__()
+        self.has_seen_more = False
+        self._depth = len(_compat.transforms())
+        self._hidden = range(self._depth + 1, levels + 1)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Checks one call, then makes it."""
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling():  # of a compiled block inside, which is given all that it reads
-            _check(func, args)
-            _check(func, kwargs.values())
+            self._check(func, args)
+            self._check(func, kwargs.values())
         return func(*args, **kwargs)
 
+    def _check(self, func: Any, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                if _compat.wrapped_by_transform(value) and self._is_tracked(value) and func not in _HARMLESS:
+                    raise RematError(
+                        f"remat: {getattr(func, '__name__', func)} reads a tensor, {tree.describe(value)}, that a "
+                        "transform around the call tracks and that is no operand of the function, so it would get no "
+                        f"gradient; {_PASS}"
+                    )
+            elif isinstance(value, list | tuple):
+                self._check(func, value)
 
-def _check(func: Any, values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            tracked = _compat.wrapped_by_transform(value) and _compat.belongs_to_ended_level(
-                value, _compat.transforms()
-            )
-            if tracked and func not in _HARMLESS:
-                raise RematError(
-                    f"remat: {getattr(func, '__name__', func)} reads a tensor, {tree.describe(value)}, that a "
-                    "transform around the call tracks and that is no operand of the function, so it would get no "
-                    f"gradient; {_PASS}"
-                )
-        elif isinstance(value, list | tuple):
-            _check(func, value)
+    def _is_tracked(self, tensor: Tensor) -> bool:
+        kinds = _compat.transforms()
+        self.has_seen_more = self.has_seen_more or len(kinds) > self._depth
+        return _compat.level_of(tensor) in self._hidden or _compat.belongs_to_ended_level(tensor, kinds)
 
 
 def check_not_recorded(result: Any) -> None:
@@ -72,8 +86,9 @@ def check_not_recorded(result: Any) -> None:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Reads how often each tensor was changed in place; inference tensors do not know."""
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    """Reads how often each tensor was changed in place, below all transforms; inference tensors do not know."""
+    memory = map(_compat.below_transforms, tensors)
+    return [None if tensor.is_inference() else tensor._version for tensor in memory]
 
 
 def check_not_written(before: Sequence[int | None], operands: Sequence[Tensor], capture: Capture) -> None:

@@ -81,5 +81,6 @@ def checkpointed(
     capture.check_modules(capture.tensors)
     check_not_written(before, capture.tensors, capture)
     ambient.settle()
+    capture.snapshot.settle()
     capture.forget()
     return result

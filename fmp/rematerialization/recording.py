@@ -16,16 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmp import _compat, ambient, tree
 from fmp.errors import RematError
-from fmp.rematerialization.region import differentiable
+from fmp.rematerialization.region import first_at_a_level
 from fmp.rematerialization.saveable import Names, Saveable
 
 Key = tuple[Any, int]  # an operator, and how many calls of it came before
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
+Facts = tuple[Any, ...]  # shape, dtype and device of each tensor among the arguments, and the other arguments
 
 
 class Made(NamedTuple):
     """What is known of memory that an operator allocated, to keep its result if it gets a name later."""
 
     key: Key
+    given: Facts
     version: int
     dtype: torch.dtype
     geometry: tuple[Any, ...] | None
@@ -37,6 +40,7 @@ class Entry(NamedTuple):
     """A kept result."""
 
     output: Any
+    given: Facts
     versions: list[int]
     device: torch.device | None
     random: ambient.RandomState | None
@@ -53,41 +57,58 @@ class Kept:
     def __init__(self, saveable: Saveable):
         self.saveable = saveable
         self.entries: dict[Key, Entry] = {}
+        self.last: dict[Any, int] = {}
 
     def recording(self) -> AbstractContextManager[Any]:
-        """Keeps values while a function runs inside."""
+        """Keeps values while a function runs inside; those of an attempt that was given up are dropped."""
+        self.entries.clear()
         return _Recorder(self)
 
     def again(self) -> AbstractContextManager[Any]:
         """Uses the values while the function runs once more inside."""
         # Operators on tangents come between those of the function, and would be counted.
-        return nullcontext() if not self.entries or _compat.forward_mode_active() else _Replayer(self.entries)
+        return nullcontext() if not self.entries or _compat.forward_mode_active() else _Replayer(self)
 
-    def first(self, call: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor]) -> Any:
+    def first(
+        self, call: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor], tracked: Sequence[int], levels: int
+    ) -> Any:
         """Calls a function where it will be called again inside of a vjp, and so with the same operators.
 
-        torch takes composite functions apart in another way under `vmap` than under `vmap` and `grad`.
+        torch takes composite functions apart in another way under `vmap` than under `vmap` and `grad`, and by which of
+        their arguments require grad: `x @ w` is one product of matrices, or a batch of them.
+
+        Args:
+            call: The function.
+            operands: Its tensors.
+            tracked: Which of them require grad both times.
+            levels: How many transforms were in progress at the call, of which some are no more.
         """
-        at = [place for place, operand in enumerate(operands) if differentiable(operand)]
-        if not at:
+
+        def recorded_call(operands: Sequence[Tensor]) -> Any:
             with self.recording():
                 return call(operands)
+
+        if not tracked:
+            return first_at_a_level(recorded_call, operands, levels)
         found: Any = None
 
         def recorded(*variables: Tensor) -> tuple[Tensor, list[Tensor]]:
             nonlocal found
             filled = list(operands)
-            for place, variable in zip(at, variables, strict=True):
+            for place, variable in zip(tracked, variables, strict=True):
                 filled[place] = variable
             original = {id(new): old for new, old in zip(filled, operands, strict=True)}
-            with self.recording():
-                leaves, spec = tree.flatten(call(filled))
+            leaves, spec = tree.flatten(recorded_call(filled))
             computed = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in original]
             found = [original.get(id(leaf), leaf) for leaf in leaves], spec, {id(leaf) for leaf in computed}
             return variables[0].sum() * 0, computed
 
         vjp: Any = torch.func.vjp
-        unwrapped = iter(vjp(recorded, *(operands[place] for place in at), has_aux=True)[2])
+        depth = len(_compat.transforms())
+        # Or a tensor of one of these transforms, which the function must not read, would count as one of this vjp.
+        with _compat.levels_up_to(levels):
+            unwrapped = vjp(recorded, *(operands[place] for place in tracked), has_aux=True)[2]
+        unwrapped = iter([_compat.unwrapped_to(tensor, depth) for tensor in unwrapped])
         leaves, spec, computed = found
         return tree.unflatten(spec, [next(unwrapped) if id(leaf) in computed else leaf for leaf in leaves])
 
@@ -114,11 +135,11 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts: dict[Any, int] = {}
+        self.counts: dict[Any, int] = {}
 
     def next_key(self, op: Any) -> Key:
         """Counts a call."""
-        count = self._counts[op] = self._counts.get(op, -1) + 1
+        count = self.counts[op] = self.counts.get(op, -1) + 1
         return op, count
 
 
@@ -129,15 +150,19 @@ class _Recorder(_Counter):
         self._by_name = isinstance(kept.saveable, Names)
         self._made: dict[int, Made] = {}
         self._keys: dict[int, list[Key]] = {}
+        self._paused = False  # while the recorder itself makes tensors
 
     def __exit__(self, error: Any, *details: Any) -> None:
         """Lets go of what was needed meanwhile."""
         super().__exit__(error, *details)
+        self._kept.last = {op: self.counts[op] for op, _ in self._kept.entries}
         self._made, self._keys = {}, {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs an operator, and keeps what it returns if the policy says so."""
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         if func._schema.is_mutable:
             self._copy_what_changes(func, args, kwargs)
         output = func(*args, **kwargs)
@@ -147,9 +172,9 @@ class _Recorder(_Counter):
         saved = self._kept.saveable(func, args)
         if not saved and not self._by_name:
             return output
-        random = _state_after(func, args, kwargs)
+        random, facts = _state_after(func, args, kwargs), _facts(args, kwargs)
         if saved:
-            self._keep(key, output, random)
+            self._keep(key, facts, output, random)
             return output
         given = {
             _memory(tensor) for tensor in _tensors((args, kwargs))
@@ -158,8 +183,8 @@ class _Recorder(_Counter):
             if _memory(tensor) in given:
                 continue
             geometry = (tensor.size(), tensor.stride(), tensor.storage_offset()) if tensor is output else None
-            made = Made(key, tensor._version, tensor.dtype, geometry, None if tensor is output else output, random)
-            self._made[_memory(tensor)] = made
+            whole = None if tensor is output else output
+            self._made[_memory(tensor)] = Made(key, facts, tensor._version, tensor.dtype, geometry, whole, random)
         return output
 
     def name(self, tensor: Tensor, name: str) -> None:
@@ -173,17 +198,22 @@ class _Recorder(_Counter):
                 "that is made by one op"
             )
         output = made.output
-        if made.geometry is not None:
-            with torch.no_grad():
-                output = _compat.below_transforms(tensor.as_strided(*made.geometry))
-        self._keep(made.key, output, made.random)
+        self._paused = True
+        try:
+            if made.geometry is not None:
+                with torch.no_grad():
+                    output = _compat.below_transforms(tensor.as_strided(*made.geometry))
+            self._keep(made.key, made.given, output, made.random)
+        finally:
+            self._paused = False
 
-    def _keep(self, key: Key, output: Any, random: ambient.RandomState | None) -> None:
+    def _keep(self, key: Key, given: Facts, output: Any, random: ambient.RandomState | None) -> None:
         offload = isinstance(self._kept.saveable, Names) and self._kept.saveable.offload
         device = next((tensor.device for tensor in _tensors(output)), None)
         for tensor in _tensors(output):
             self._keys.setdefault(_memory(tensor), []).append(key)
-        self._kept.entries[key] = _entry(tree.map(_to_host if offload else _alias, output), device, random)
+        stored = tree.map(_to_host if offload else _alias, output)
+        self._kept.entries[key] = Entry(stored, given, _versions(stored), device, random)
 
     def _copy_what_changes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copies what is kept before an operator writes to its memory, such as the addition of a bias to a product."""
@@ -194,24 +224,34 @@ class _Recorder(_Counter):
                 for key in self._keys.pop(_memory(tensor), ()):
                     entry = self._kept.entries[key]
                     copied = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, entry.output)
-                    self._kept.entries[key] = _entry(copied, entry.device, entry.random, copied=True)
+                    self._kept.entries[key] = entry._replace(output=copied, versions=_versions(copied), copied=True)
 
 
 class _Replayer(_Counter):
-    def __init__(self, entries: dict[Key, Entry]):
+    def __init__(self, kept: Kept):
         super().__init__()
-        self._entries = entries
+        self._entries = kept.entries
+        self._last = kept.last
         self._met: set[Key] = set()
 
     def __exit__(self, error: Any, *details: Any) -> None:
-        """Checks that every value was used."""
+        """Checks that every value was used, each for the call that had returned it."""
         super().__exit__(error, *details)
-        if error is None and len(self._met) < len(self._entries):
+        if error is not None:
+            return
+        if len(self._met) < len(self._entries):
             op, count = next(key for key in self._entries if key not in self._met)
             raise RematError(
                 f"remat: call {count + 1} of {op} was kept at first, and did not occur when the function was "
                 "recomputed; the function must run the same ops both times"
             )
+        for op, last in self._last.items():
+            if self.counts[op] != last:
+                raise RematError(
+                    f"remat: results of {op} were kept; it ran {last + 1} times at first and {self.counts[op] + 1} "
+                    "times when the function was recomputed; the function must run the same ops both times, so compute "
+                    "what it caches before it is called"
+                )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs an operator, or returns what it returned at first."""
@@ -222,7 +262,14 @@ class _Replayer(_Counter):
         if entry is None:
             return func(*args, **(kwargs or {}))
         self._met.add(key)
-        if [tensor._version for tensor in _tensors(entry.output)] != entry.versions:
+        asked = _facts(args, kwargs or {})
+        if asked != entry.given:
+            raise RematError(
+                f"remat: call {key[1] + 1} of {func} was kept at first, as {_shown(_facts((entry.output,), {}))} of "
+                f"({_shown(entry.given)}), and got ({_shown(asked)}) when the function was recomputed; the function "
+                "must run the same ops both times, and not depend on state that changes"
+            )
+        if _versions(entry.output) != entry.versions:
             raise RematError(
                 f"remat: what {func} returned was kept, and was changed in place after the function had returned; "
                 "change a copy of the function's result instead"
@@ -246,8 +293,23 @@ def _state_after(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ambi
     return ambient.random_state(_tensors(args), given)
 
 
-def _entry(output: Any, device: torch.device | None, random: ambient.RandomState | None, copied: bool = False) -> Entry:
-    return Entry(output, [tensor._version for tensor in _tensors(output)], device, random, copied)
+def _versions(value: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(value)]
+
+
+def _facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
+    """Says what an operator was given, but for numbers in tensors."""
+    facts: list[Any] = []
+    for leaf in tree.leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            facts.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+        else:
+            facts.append(repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__)  # nan is not equal to itself
+    return tuple(facts)
+
+
+def _shown(facts: Facts) -> str:
+    return ", ".join([fact if isinstance(fact, str) else f"{fact[1]}{list(fact[0])} on {fact[2]}" for fact in facts])
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -262,14 +324,15 @@ def _alias(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     with _compat.counting_changes():
-        return value.detach()
+        return _compat.below_transforms(value.detach())  # the name may be given inside of a transform
 
 
 def _to_host(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.device.type == "cpu":
         return _alias(value)
     # On one stream, the copy back comes after this one without waiting for it.
-    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+    copied = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+    return _compat.below_transforms(copied)
 
 
 def _from_host(value: Any, entry: Entry) -> Any:

@@ -8,14 +8,15 @@ leaves of the result are made of it:
     constant      everything else
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.errors import RematError
+from fmp.rematerialization.results import check_constants
 
 
 class Source(NamedTuple):
@@ -52,17 +53,43 @@ def differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def tracked(tensors: Sequence[Tensor]) -> list[int]:
+    """Finds the tensors that autograd or a transform tracks, and so all that can get a gradient."""
+    with _compat.replaced_function_modes():
+        return [place for place, each in enumerate(tensors) if differentiable(each) and _compat.differentiated(each)]
+
+
+def first_at_a_level(call: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor], levels: int) -> Any:
+    """Calls a function where it draws what it will draw inside of a vjp.
+
+    Under any transform, torch fills a tensor with random numbers in the order of its entries; else, as by `dropout`, in
+    the order in which they lie in memory.
+
+    Args:
+        call: The function.
+        operands: Its tensors.
+        levels: How many transforms were in progress at the call, of which some are no more.
+    """
+    depth = len(_compat.transforms())
+    with _compat.levels_up_to(levels + 1):
+        result = call(operands)
+    return tree.map(lambda leaf: _compat.unwrapped_to(leaf, depth) if isinstance(leaf, Tensor) else leaf, result)
+
+
 class Region:
     """Something that is computed from operands now, and perhaps again later.
 
     Attributes:
         levels: The kinds of the transforms that were in progress when the user made the call.
         plan: How the first result is made of the tensors that `first` returns.
+        tracked: Which operands require grad in every pass, so that all passes run the same operators; None if each
+            pass may choose.
     """
 
     def __init__(self, levels: tuple[Any, ...]):
         self.levels = levels
         self.plan: Plan | None = None
+        self.tracked: Sequence[int] | None = None
 
     def first(self, *operands: Tensor) -> Any:
         """Computes the result for the first time."""
@@ -83,6 +110,7 @@ class Region:
         place_of_tensor: dict[int, int] = {}
         tensors: list[Tensor] = []
         sources: list[Source] = []
+        check_constants(leaves, spec)
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 sources.append(Source("constant", leaf))

@@ -22,6 +22,7 @@ from fmp.rematerialization.function import invoke
 from fmp.rematerialization.guards import Determinism, DeterminismCheck
 from fmp.rematerialization.plain import HooksRefused, checkpointed
 from fmp.rematerialization.recording import Kept
+from fmp.rematerialization.results import is_unfinished, unchangeable
 from fmp.rematerialization.saveable import Everything, Nothing, Saveable, check_saveable, nothing
 from fmp.rematerialization.user_call import UserCall
 
@@ -42,21 +43,31 @@ def remat(
 
     Arguments and results may be any pytrees. Tensors that the function reaches in another way get their gradients like
     arguments: closures, default arguments, partials, bound methods, global variables that the function names, helper
-    functions, modules, and containers of these. Under a transform, a tracked tensor that is an attribute of another
-    object raises.
+    functions, modules with their attributes, and containers of these. Under a transform, a tracked tensor that is an
+    attribute of another object raises. Without one, the recomputation reads it late, when it may have changed.
+
+    The recomputation reads variables, attributes of modules, and lists and dictionaries as they were at the call.
+    Attributes of other objects, and what the function itself sets by `nonlocal` or `global`, it reads late.
+
+    Under a transform, tensors leave the function only in its result: one that it puts into a module, list, dictionary
+    or variable raises, and so does a result that holds tensors and is no pytree. What it puts into other objects, and
+    what becomes of a tensor's `.data`, is not noticed. A result that shares its memory with an argument or another
+    result cannot be changed in place. That torch refuses; in forward mode nothing does, and the tangent is wrong.
 
     What surrounds the call surrounds the recomputation: `fmp.autocast`, seeded dropout and other function modes,
     `torch.autocast`, the default device and dtype, and the state of torch's generators. Python's and numpy's `random`
     do not belong to it.
 
-    The function must not change tensors in place that it did not make. For modules with BatchNorm in training mode, use
-    `fmp.functionalize(module).apply`, which returns the new statistics.
+    The function must not change tensors in place that it did not make, nor call a module made by `torch.jit`. For
+    modules with BatchNorm in training mode, use `fmp.functionalize(module).apply`, which returns the new statistics.
 
     Without a transform this is `torch.utils.checkpoint`, which stops recomputing where nothing more is needed; under a
     transform the whole function runs again. A tensor that is used several times inside and outside of the function
     may there get a gradient that differs in the last bit, since the uses inside are added up first. Inside of a module
-    that is applied with a seed, it works as under a transform, where torch adds up some linear layers in another order.
-    Nested forward mode runs the function as it is.
+    that is applied with a seed, and with `determinism_check="bitwise"`, it works as under a transform. There torch adds
+    up some linear layers in another order, and fills what is not contiguous with random numbers in another order. A
+    function that draws from torch's generators runs once more in the first pass. Nested forward mode runs the function
+    as it is.
 
     With `torch.compile`, put `remat` inside of a compiled loss that is differentiated outside, or around compiled
     blocks. In a transform that is compiled too, as in a whole train step, the function runs as it is: there the
@@ -76,11 +87,12 @@ def remat(
         A function with `fn`'s arguments.
 
     Raises:
-        TypeError: If `fn` or `saveable` cannot be called.
+        TypeError: If `fn` or `saveable` cannot be called, or `fn` is a generator or async function.
         ValueError: If `determinism_check` is none of the three.
         RematError: When called or differentiated, if the function changes what it was given, reads a tracked tensor
-            that cannot be found, or computes something else the second time. Without a transform, and unless
-            `determinism_check="bitwise"`, the latter is torch's own `torch.utils.checkpoint.CheckpointError`.
+            that cannot be found, leaves one elsewhere than in its result, or computes something else the second time.
+            Without a transform, and unless `determinism_check="bitwise"`, the latter is torch's own
+            `torch.utils.checkpoint.CheckpointError`.
 
     References:
         T. Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174; `jax.checkpoint`.
@@ -101,6 +113,10 @@ def remat(
         return functools.partial(remat, **options, determinism_check=determinism_check, debug=debug)
     if not callable(fn):
         raise TypeError(f"remat transforms a function, got {fn!r}")
+    if is_unfinished(fn):
+        raise TypeError(
+            f"remat: {fn!r} is a generator or async function, which runs only after the call; pass one that returns"
+        )
     check_saveable(saveable)
     if determinism_check not in get_args(DeterminismCheck):
         raise ValueError(f"determinism_check must be one of {get_args(DeterminismCheck)}, got {determinism_check!r}")
@@ -140,7 +156,7 @@ def _under_transforms(
         function, args, kwargs = capture.value
         return function(*args, **kwargs)
     call = UserCall(capture, ambient, Determinism(determinism_check), kept, _compat.transforms(), debug)
-    result = invoke(call, operands)
+    result = unchangeable(invoke(call, operands), operands)
     ambient.settle(call.draws)
     capture.forget()
     return result

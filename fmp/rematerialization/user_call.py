@@ -1,7 +1,7 @@
 """A call of the user's function as a region: operands in their places, surroundings restored, checks around."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,8 +14,9 @@ from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.guards import Determinism, Guard, check_not_recorded, check_not_written, versions
 from fmp.rematerialization.op_trace import OpTrace, compared
+from fmp.rematerialization.places import Made
 from fmp.rematerialization.recording import Kept
-from fmp.rematerialization.region import Region
+from fmp.rematerialization.region import Region, first_at_a_level, tracked
 from fmp.rematerialization.saveable import nothing
 
 
@@ -45,8 +46,9 @@ class UserCall(Region):
         self._capture = capture
         self._ambient = ambient
         self._determinism = determinism
-        # Inside of a vjp, as here, composite functions are taken apart in the same way both times.
         self._kept = Kept(nothing) if debug and kept is None else kept
+        if self._kept is not None:
+            self.tracked = tracked(capture.tensors)
         self._trace = OpTrace() if debug else None
 
     def first(self, *operands: Tensor) -> Any:
@@ -54,16 +56,29 @@ class UserCall(Region):
         before = versions(operands)
         # Autograd records nothing for detached operands. What it records all the same is a tensor that is no operand.
         detached = [operand.detach() for operand in operands]
-        entered = self._ambient.entered(self._seeds(detached), detached, Guard())
         call = self.call if self._trace is None else functools.partial(self._traced_call, self._trace)
-        with torch.enable_grad(), entered as forks:
-            result = call(detached) if self._kept is None else self._kept.first(call, detached)
-            self.draws = self._ambient.drawn(forks)
+        levels = len(self.levels)
+        if self._kept is not None:
+            result, _ = self._guarded(self._kept.first, call, detached, Guard(levels), self.tracked or (), levels)
+        else:
+            result, guard = self._guarded(lambda call, operands: call(operands), call, detached, Guard())
+            # Of what a function does with random numbers, or with transforms of its own, the level is a part.
+            if self._ambient.rewound() or guard.has_seen_more:
+                result, _ = self._guarded(first_at_a_level, call, detached, Guard(levels), levels)
         check_not_written(before, operands, self._capture)
         check_not_recorded(result)
         self._determinism.note(result)
+        self._capture.snapshot.settle()
         original = {id(new): operand for new, operand in zip(detached, operands, strict=True)}
         return tree.map(lambda leaf: original.get(id(leaf), leaf), result)
+
+    def _guarded(
+        self, run: Callable[..., Any], call: Callable[..., Any], operands: list[Tensor], guard: Guard, *args: Any
+    ) -> tuple[Any, Guard]:
+        with torch.enable_grad(), self._ambient.entered(self._seeds(operands), operands, guard) as forks:
+            result = run(call, operands, *args)
+            self.draws = self._ambient.drawn(forks)
+        return result, guard
 
     def again(self, *operands: Tensor) -> Any:
         """Calls the function once more, with everything around it as it was."""
@@ -81,9 +96,13 @@ class UserCall(Region):
 
     def call(self, operands: Sequence[Tensor]) -> Any:
         """Calls the function with other tensors in place of those that it reaches."""
-        with self._capture.swapped(operands):
-            function, args, kwargs = self._capture.rebuilt(operands)
-            return function(*args, **kwargs)
+        made = Made()
+        with self._capture.swapped(operands, made):
+            function, args, kwargs = self._capture.rebuilt(operands, made)
+            result = function(*args, **kwargs)
+            if self.plan is None:
+                self._capture.check_effects(made)
+            return result
 
     def _traced_call(self, trace: OpTrace, operands: Sequence[Tensor]) -> Any:
         with trace:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 import fmp
 from fmp import _compat
 from fmp.dropout import SeededRandomness
-from tests.bits import same_bits
+from tests.bits import differing, same_bits
 
 X = torch.linspace(-1.0, 1.0, 4)
 HALF = fmp.opt_level("O1", half_dtype=torch.bfloat16)
@@ -272,3 +272,18 @@ def test_the_stack_of_modes_is_as_it_was_after_an_error():
                 gradient(fmp.remat(broken))
         assert _compat.function_modes() == before
         assert mode.calls == 0
+
+
+@pytest.mark.parametrize("saveable", [fmp.saveable.nothing, fmp.saveable.dots], ids=["nothing", "dots"])
+@pytest.mark.parametrize("gradient", [torch.func.grad, fmp.grad])
+def test_dropout_of_a_transposed_tensor_draws_the_same_mask_again(gradient, saveable):
+    def f(x):
+        return F.dropout(x.transpose(0, 1) * 1.0, 0.3)
+
+    x = torch.randn(2, 8, 16)
+
+    def run(f):
+        torch.manual_seed(3)
+        return gradient(lambda x: f(x).square().sum())(x), torch.rand(1)
+
+    assert differing(run(f), run(fmp.remat(f, saveable=saveable))) == set()

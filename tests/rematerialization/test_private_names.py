@@ -43,6 +43,18 @@ def test_wrappers_of_transforms_that_are_not_in_progress():
     assert not _compat.wrapped_by_transform(_compat.unwrap_if_dead(kept[0]))
 
 
+def test_what_a_transform_around_the_caller_differentiates():
+    def look(x, y):
+        assert (_compat.differentiated(x), _compat.differentiated(y)) == (True, False)
+        return x.sum() + y.sum()
+
+    grad(look)(X, X)
+    vmap(grad(look))(X, X)
+    grad(lambda x: vmap(look, (0, None))(x, X).sum())(X)
+    grad(lambda x: grad(lambda y: look(x, X) * y.sum())(X).sum())(X)
+    look(X.clone().requires_grad_(), X)
+
+
 def test_replaced_function_modes():
     with SeededRandomness(0) as outer, SeededRandomness(1) as inner:
         before = _compat.function_modes()
@@ -107,3 +119,16 @@ def test_tags_in_a_graph():
     _compat.tag_maker("kept", "nothing")  # does nothing
     nodes = make_fx(named)(X).graph.nodes
     assert [str(node.target) for node in nodes if node.meta.get("kept") == "this"] == ["aten.sin.default"]
+
+
+def test_transforms_that_do_nothing():
+    x = torch.ones(2)
+    with _compat.levels_up_to(2):
+        y = x * 1
+        assert len(_compat.transforms()) == _compat.level_of(y) == 2
+        with _compat.levels_up_to(1):
+            assert len(_compat.transforms()) == 2
+        assert _compat.level_of(_compat.unwrapped_to(y, 1)) == 1
+    assert _compat.transforms() == ()
+    assert _compat.level_of(y) < 1
+    assert not _compat.wrapped_by_transform(_compat.unwrapped_to(y, 0))

@@ -206,3 +206,38 @@ ANY: Any = fmp.remat
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("saveable", [fmp.saveable.nothing, fmp.saveable.dots], ids=["nothing", "dots"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_attribute_of_an_object_is_refused_under_every_policy(saveable, debug, depth):
+    class Scale:
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, x):
+            return torch.tanh(x * self.factor)
+
+    def loss(w):
+        scale = Scale(w)
+        return fmp.remat(lambda x: scale(x), saveable=saveable, debug=debug)(w * 2).sum()
+
+    for _ in range(depth - 1):
+        loss = (lambda inner: lambda w: torch.func.grad(inner)(w).sum())(loss)
+    with pytest.raises(fmp.RematError, match="pass it as an argument"):
+        torch.func.grad(loss)(torch.ones(3))
+
+
+def test_an_attribute_of_an_object_is_refused_inside_of_a_transform_of_the_function():
+    class Scale:
+        def __init__(self, factor):
+            self.factor = factor
+
+    def loss(w):
+        scale = Scale(w)
+        inner = torch.func.grad(lambda x: torch.tanh(x * scale.factor).sum())
+        return fmp.remat(lambda x: inner(x))(w * 2).sum()
+
+    with pytest.raises(fmp.RematError, match="pass it as an argument"):
+        torch.func.grad(loss)(torch.ones(3))

@@ -1,9 +1,13 @@
 """What a policy keeps is not computed again."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, vmap
+from torch import nn
+from torch.func import grad, hessian, jacrev, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fmp
@@ -132,3 +136,215 @@ def test_an_operand_may_have_a_name():
 def test_policies_are_values():
     assert fmp.saveable.only_names("a", "b") == fmp.saveable.only_names("b", "a")
     assert len({fmp.saveable.dots, fmp.saveable.dots_with_no_batch_dims, fmp.saveable.dots}) == 2
+
+
+# torch takes `matmul` and attention apart by which of their arguments require grad: here some never do, some now and
+# then.
+BATCH, (SQUARE, OTHER) = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0)).unbind(0)
+MASK = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, -1e9)
+
+
+def folded(x, w, v):
+    return torch.tanh(fmp.checkpoint_name(x.transpose(0, 1) @ w, "kept").reshape(-1, 4) @ v).sum()
+
+
+def graph(x, w, v):
+    return torch.tanh(fmp.checkpoint_name(v @ x, "kept") @ w).sum()
+
+
+def attention(x, w, v):
+    q = (x @ w)[:, None]
+    attended = fmp.checkpoint_name(F.scaled_dot_product_attention(q, q * 2, q, attn_mask=MASK), "kept")
+    scores = torch.bmm(attended[:, 0], attended[:, 0].transpose(1, 2))
+    return torch.tanh(torch.bmm(scores, attended[:, 0]) @ v).sum()
+
+
+def changed(x, w, v):
+    return torch.sin(torch.relu_(fmp.checkpoint_name(x @ w, "kept")) @ v).sum()
+
+
+def changed_twice(x, w, v):
+    y = fmp.checkpoint_name(x @ w, "kept")
+    y.mul_(2)
+    y[0].add_(1.5)
+    return torch.sin(torch.tanh(y) @ v).sum()
+
+
+GIVEN, SOME = (BATCH, SQUARE, OTHER), [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]
+
+
+def of_some(f, which):
+    """The function of some of its arguments."""
+
+    def g(*some):
+        given = list(GIVEN)
+        for place, value in zip(which, some, strict=True):
+            given[place] = value
+        return f(*given)
+
+    return g, [GIVEN[place] for place in which]
+
+
+def by_vjp(f, which):
+    g, some = of_some(f, which)
+    return vjp(g, *some)[1](torch.ones(()))
+
+
+def mapped_gradient(f, which):
+    batch = torch.stack([BATCH, BATCH - 1, 2 * BATCH])
+    return vmap(grad(f, which), (0, None, None))(batch, SQUARE, OTHER)
+
+
+def gradient_of_mapped(f, which):
+    batch = torch.stack([BATCH, BATCH - 1, 2 * BATCH])
+    return grad(lambda x, w, v: vmap(f, (0, None, None))(x, w, v).sum(), which)(batch, SQUARE, OTHER)
+
+
+def square_of_gradient(f, which, given):
+    return torch.stack([part.square().sum() for part in grad(f, which)(*given)]).sum()
+
+
+def gradient_of_gradient(f, which):
+    return grad(lambda *given: square_of_gradient(f, which, given), (which[0] + 1) % 3)(*GIVEN)
+
+
+def autograd_of_gradient(f, which):
+    given = [value.clone().requires_grad_() for value in GIVEN]
+    return torch.autograd.grad(square_of_gradient(f, which, given), given[which[-1]])
+
+
+def autograd_of_some(f, which):
+    given = [value.clone().requires_grad_() for value in GIVEN]
+    return torch.autograd.grad(f(*given), [given[place] for place in which])
+
+
+OF_SOME = {
+    "grad": lambda f, which: grad(f, which)(*GIVEN),
+    "vjp": by_vjp,
+    "autograd": autograd_of_some,
+    "vmap(grad)": mapped_gradient,
+    "grad(vmap)": gradient_of_mapped,
+    "jacrev(grad)": lambda f, which: jacrev(grad(f, which[0]), which)(*GIVEN),
+    "hessian": lambda f, which: hessian(f, which[0])(*GIVEN),
+    "grad(grad)": gradient_of_gradient,
+    "autograd(grad)": autograd_of_gradient,
+}
+FIRST_ORDER = ("grad", "vjp", "autograd")
+
+
+@pytest.mark.parametrize(
+    ("f", "how"),
+    [
+        *itertools.product([folded, graph, changed, changed_twice], OF_SOME),
+        *itertools.product([attention], FIRST_ORDER),  # on a CPU, torch can neither map nor twice differentiate it
+    ],
+)
+def test_what_is_kept_does_not_depend_on_what_is_differentiated(f, how):
+    for which in SOME:
+        want = OF_SOME[how](f, which)
+        for saveable in (
+            fmp.saveable.dots,
+            fmp.saveable.dots_with_no_batch_dims,
+            fmp.saveable.only_names("kept"),
+            fmp.saveable.offload_names("kept"),
+            lambda op, args: True,
+        ):
+            got = OF_SOME[how](fmp.remat(f, saveable=saveable), which)
+            if how in FIRST_ORDER:
+                assert same_bits(got, want), (which, saveable)
+            else:
+                torch.testing.assert_close(got, want, msg=lambda text, at=(which, saveable): f"{at}: {text}")
+
+
+@pytest.mark.parametrize("f", [folded, attention])
+def test_a_kept_product_of_constants_is_not_computed_again(f):
+    def extra(saveable):
+        with Ops() as ops:
+            grad(fmp.remat(f, saveable=saveable), 2)(*GIVEN)
+        return ops.count(*PRODUCTS, "_scaled_dot_product_flash_attention_for_cpu")
+
+    assert extra(fmp.saveable.only_names("kept")) < extra(fmp.saveable.nothing)
+    assert extra(fmp.saveable.dots) < extra(fmp.saveable.only_names("kept"))
+
+
+class GraphLayer(nn.Module):
+    def __init__(self, saveable):
+        super().__init__()
+        self.w = nn.Parameter(SQUARE.clone())
+        self.register_buffer("adjacent", OTHER.clone())
+        self.saveable = saveable
+
+    def propagate(self, h):
+        return torch.tanh(fmp.checkpoint_name(self.adjacent @ h, "kept") @ self.w)
+
+    def forward(self, h):
+        propagate = self.propagate if self.saveable is None else fmp.remat(self.propagate, saveable=self.saveable)
+        return F.dropout(propagate(h), 0.2, self.training)
+
+
+@pytest.mark.parametrize("saveable", [fmp.saveable.dots, fmp.saveable.only_names("kept")])
+def test_constants_in_a_train_step(saveable):
+    def trained(saveable):
+        model = fmp.functionalize(GraphLayer(saveable))
+
+        def loss(params, batch, *, buffers, seed):
+            y, buffers = model.apply(params, buffers, batch, seed=seed, train=True)
+            return y.square().mean(), buffers, {}
+
+        step = fmp.train_step(loss, fmp.optim.sgd(1.0), has_aux=True)
+        return step(step.init(model.params, buffers=model.buffers, seed=0), BATCH)[0].params["w"]
+
+    assert same_bits(trained(saveable), trained(None))
+
+
+def test_a_kept_value_is_refused_for_other_arguments():
+    calls = []
+
+    def f(x, w):
+        calls.append(1)
+        return torch.tanh((x if len(calls) == 1 else x[:2]) @ w).sum()
+
+    with pytest.raises(
+        fmp.RematError, match=r"call 1 of aten.mm.default was kept at first, as .*float32\[3, 4\] on cpu"
+    ):
+        grad(fmp.remat(f, saveable=fmp.saveable.dots))(X, W)
+
+
+@pytest.mark.parametrize("how", ["autograd", "grad"])
+def test_a_kept_value_is_refused_for_other_numbers(how):
+    powers = iter([2.0, 3.0])
+
+    def f(x, w):
+        return torch.sin(torch.pow(x @ w, next(powers))).sum()
+
+    with pytest.raises(fmp.RematError, match=r"of \(torch.float32\[3, 4\] on cpu, 2.0\), and got .* 3.0\)"):
+        GRADIENTS[how](fmp.remat(f, saveable=lambda op, args: op is torch.ops.aten.pow.Tensor_Scalar))
+
+
+def test_a_kept_value_is_refused_if_the_op_ran_more_often_at_first():
+    cache = SimpleNamespace(square=None)
+
+    def f(w):
+        if cache.square is None:
+            cache.square = torch.eye(4) @ torch.eye(4)
+        y = fmp.checkpoint_name(w @ w, "kept")
+        return torch.tanh((y @ w) @ w).sum()
+
+    with pytest.raises(fmp.RematError, match="ran 4 times at first and 3 times"):
+        grad(fmp.remat(f, saveable=fmp.saveable.only_names("kept")))(SQUARE)
+
+
+def test_a_value_that_was_changed_before_it_got_its_name():
+    def f(x, w):
+        return torch.tanh(fmp.checkpoint_name((x @ w).mul_(2), "kept")).sum()
+
+    with pytest.raises(fmp.RematError, match="'kept' was changed in place"):
+        grad(fmp.remat(f, saveable=fmp.saveable.only_names("kept")))(X, W)
+
+
+def test_what_was_kept_by_an_attempt_that_was_given_up_is_dropped():
+    def f(x, w):
+        y = torch.sin(fmp.checkpoint_name(x @ w, "kept") @ w)  # a transform cannot be recomputed as the rest can
+        return (y * grad(lambda z: torch.cos(z).sum())(y)).sum()
+
+    assert same_bits(by_autograd(fmp.remat(f, saveable=fmp.saveable.only_names("kept"))), by_autograd(f))

@@ -1,0 +1,76 @@
+"""What takes the place of the values of a call while it runs with other tensors: made anew, or swapped in modules."""
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fmp import tree
+from fmp.errors import RematError
+from fmp.rematerialization.snapshot import refuse_escaped
+
+# Makes a value anew around other tensors.
+Rebuild = Callable[[Sequence[Tensor], "Made"], Any]
+
+
+class Place(NamedTuple):
+    """Where a module keeps a tensor: one of its dictionaries, the key there, and the slot of the tensor.
+
+    For an attribute that holds tensors, such as a list of them, `rebuild` makes it anew, and there is no slot.
+    """
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    slot: int = -1
+    rebuild: Rebuild | None = None
+
+
+class Made:
+    """What was made anew for one call: what occurs twice is made once, since functions may call each other.
+
+    Attributes:
+        values: By the id of the original.
+        containers: The containers among them, each with what was put into it.
+        cells: The closure variables of the functions among them, likewise.
+        scopes: The global variables that these functions set, likewise.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.containers: list[tuple[Any, list[Any]]] = []
+        self.cells: list[tuple[types.CellType, Any, str]] = []
+        self.scopes: list[tuple[dict[str, Any], Any, str]] = []
+
+    def check(self) -> None:
+        """Refuses tensors that the function put into these: nobody but the function has them.
+
+        Raises:
+            RematError: If there is one, naming where.
+        """
+        for container, filled in self.containers:
+            given = {id(leaf) for leaf in filled}
+            for leaf in tree.leaves(container):
+                if id(leaf) not in given:
+                    refuse_escaped(leaf, f"a {type(container).__name__} that it was given")
+        for cell, value, name in self.cells:
+            if cell.cell_contents is not value:
+                refuse_escaped(cell.cell_contents, f"the variable {name!r}")
+        for scope, value, name in self.scopes:
+            if scope.get(name) is not value:
+                refuse_escaped(scope.get(name), f"the global variable {name!r}")
+
+
+def check_places(places: Sequence[Place], values: Sequence[Any]) -> None:
+    """Checks that places still hold what was put there.
+
+    Raises:
+        RematError: If one does not.
+    """
+    for place, value in zip(places, values, strict=True):
+        if place.table.get(place.key) is not value:
+            raise RematError(
+                f"remat: the function gave the module's {place.name} a new value, which a recomputation would do "
+                "twice; return the value instead, for example with fmp.functionalize(module).apply"
+            )

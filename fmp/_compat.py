@@ -4,7 +4,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import optree
@@ -15,7 +15,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 T = TypeVar("T")
 
@@ -319,6 +319,11 @@ def counting_changes() -> Iterator[None]:
     """Lets a view that a dispatch mode makes count its changes together with the tensor that it shows."""
     with cast(Any, torch._C)._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         yield
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Switches off all dispatch modes, and on again afterwards."""
+    return _disable_current_modes()
 
 
 def dispatch_modes() -> list[Any]:

@@ -150,7 +150,8 @@ class Ambient:
         pairs = [(torch.get_rng_state(), state.cpu)]
         pairs += [(torch.cuda.get_rng_state(device), old) for device, old in state.cuda]
         pairs += [(generator.get_state(), old) for generator, old in state.generators]
-        has_drawn = any(bytes(new.numpy()) != bytes(old.numpy()) for new, old in pairs)  # no operator, which modes see
+        with _compat.without_dispatch_modes():  # such as one that makes fake tensors, which have no values
+            has_drawn = any(not torch.equal(new, old) for new, old in pairs)
         if has_drawn:
             set_random_state(state)
         return has_drawn

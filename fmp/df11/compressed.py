@@ -65,7 +65,7 @@ class CompressedTensor:
             RuntimeError: Inside of a `torch.func` transform or `torch.compile`, where tensors have no fixed values.
         """
         check_compressible(tensor)
-        values = _array(tensor.detach().reshape(-1).view(torch.int16), np.uint16)
+        values = _array(tensor.detach().resolve_neg().reshape(-1).view(torch.int16), np.uint16)
         encoded = codec.encode(values, threads=torch.get_num_threads())
         raw = torch.from_numpy(values.view(np.int16).copy()) if encoded is None else torch.empty(0, dtype=torch.int16)
         return cls.from_encoded(encoded, raw, tensor.shape).to(tensor.device)

@@ -274,4 +274,5 @@ def _identity(weight: Weight) -> Any:
     # Tensors without elements have no memory to share.
     if weight.is_meta or type(weight) not in (torch.Tensor, torch.nn.Parameter) or not weight.numel():
         return id(weight)
-    return weight.dtype, weight.device, weight.data_ptr(), weight.shape, weight.stride()
+    memory = weight.dtype, weight.device, weight.data_ptr(), weight.shape, weight.stride()
+    return *memory, weight.is_conj(), weight.is_neg()

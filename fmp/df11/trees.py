@@ -101,4 +101,4 @@ def _is_bf16(leaf: Any) -> bool:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_neg()

@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hypothesis
 import hypothesis.strategies as st
@@ -161,8 +161,8 @@ def test_casts_leave_nodes_alone(dtype: torch.dtype) -> None:
     params = {"w": weights(64, 128), "raw": EVERY_PATTERN, "b": weights(2)}
     compressed = compress(params, min_numel=100)
     policy = fmp.Policy(dtype, dtype, dtype)
-    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output, lambda t: tree.cast(t, dtype)):
-        found = cast(compressed)
+    for convert in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output, lambda t: tree.cast(t, dtype)):
+        found = convert(compressed)
         assert found["b"].dtype == dtype
         assert same_bits((found["w"], found["raw"]), (compressed["w"], compressed["raw"]))
 
@@ -386,3 +386,11 @@ def test_neither_numba_nor_the_compiler_is_loaded_by_the_import() -> None:
     program = "import sys, fmp.df11; print([name for name in ('numba', 'torch._dynamo') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_a_view_that_negates_is_compressed_as_it_is_seen():
+    x = torch.randn(100, 100).bfloat16()
+    weights = {"x": x, "n": cast(Any, torch)._neg_view(x)}
+    found = fmp.df11.decompress(fmp.df11.compress(weights))
+    assert torch.equal(found["x"], x)
+    assert torch.equal(found["n"], -x)

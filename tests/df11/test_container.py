@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
 
+import fmp
 from fmp import df11
 from fmp.df11 import stored, tensor_file
 from fmp.errors import DF11Error
@@ -237,3 +238,11 @@ def test_what_cannot_be_saved_is_named(weights: Any, error: type[Exception], mes
 def test_save_refuses_transforms(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="inside vmap"):
         torch.func.vmap(lambda x: df11.save({"x": x}, tmp_path / "w"))(torch.ones(2))
+
+
+def test_views_that_conjugate_or_negate_are_not_tied(tmp_path):
+    z = torch.randn(4, 4, dtype=torch.complex64)
+    weights = {"i": z.imag, "ic": z.conj().imag, "z": z, "zc": z.conj()}
+    fmp.df11.save(weights, tmp_path / "z.safetensors")
+    found = fmp.df11.load(tmp_path / "z.safetensors")
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())

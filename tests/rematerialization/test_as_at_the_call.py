@@ -5,36 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad
 
 import fmp
-
-X = torch.linspace(-1.0, 1.0, 12).view(4, 3)
-
-
-def under_grad(f):
-    return grad(f)(X)
-
-
-def under_vmap(f):
-    return vmap(grad(f))(X)
-
-
-def plainly(f):
-    x = X.clone().requires_grad_()
-    return torch.autograd.grad(f(x), x)[0]
-
-
-def as_it_is(f, **options):
-    return f
-
-
-def check(run, loss):
-    """Compares the gradients of `loss(x, wrap)` with and without remat."""
-    torch.testing.assert_close(run(lambda x: loss(x, fmp.remat)), run(lambda x: loss(x, as_it_is)))
-
-
-everywhere = pytest.mark.parametrize("run", [under_grad, under_vmap, plainly])
+from tests.rematerialization.comparison import X, as_it_is, check, everywhere, plainly, under_grad
 
 
 @everywhere

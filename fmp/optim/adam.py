@@ -23,7 +23,7 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
-from fmp.optim.fused import Launch, check_numbers, counted, one_pass, overwrite
+from fmp.optim.fused import Launch, check_numbers, counted, one_pass, overwrite, stacked
 from fmp.optim.masks import Mask, selector
 
 Tree = Any
@@ -226,10 +226,10 @@ def _adam(
         ages, spec = tree.flatten(state.ages)
         new_ages = list(ages)
 
-        def launch(on: Launch, decays: bool) -> None:
+        def launch(on: Launch, decays: bool = True) -> None:
             run = _compat.fused_adamw_ if decoupled else _compat.fused_adam_
             device = on.params[0].device
-            age = torch.stack([ages[index] for index in on.indices])
+            age = stacked([ages[index] for index in on.indices])
             run(
                 on.params,
                 on.grads,
@@ -252,7 +252,7 @@ def _adam(
             state.first_moment,
             state.second_moment,
             others=(rate, state.count, *ages),
-            kinds=select(params),
+            kinds=None if mask is None else select(params),
             finite=finite,
             donate=donate,
         )

@@ -1,36 +1,35 @@
 """Whether tensors lie in the same memory, so that writing to one would change another."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain, compress
 from operator import add, attrgetter, gt
 from typing import Any
 
 import torch
 
-from fmp import _compat, tree
+from fmp import _compat
 
-Tree = Any
 PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
 """The types of tensors that are nothing but memory with a shape."""
 
 
-def shares_memory(leaves: Sequence[Any], *others: Tree) -> bool:
+def shares_memory(leaves: Iterable[Any], others: Iterable[Any]) -> bool:
     """Says whether two of some leaves, or one of them and a tensor elsewhere, overlap in memory.
 
     Args:
         leaves: Leaves, each of them looked at once.
-        *others: Trees that may share memory among themselves.
+        others: Leaves that may share memory among themselves.
 
     Returns:
         Whether they do; true also where nobody can tell, as under a torch.func transform or for a sparse tensor.
 
     Example:
         >>> weights = torch.zeros(4)
-        >>> shares_memory([weights[:2], weights[2:]]), shares_memory([weights[:2]], {"all": weights})
+        >>> shares_memory([weights[:2], weights[2:]], []), shares_memory([weights[:2]], [weights])
         (False, True)
     """
-    inside, outside = _tensors(leaves), _tensors(tree.leaves(others))
+    inside, outside = _tensors(leaves), _tensors(others)
     if _compat.transform_active() or not PLAIN.issuperset(map(type, chain(inside, outside))):
         return True
     if not {torch.strided}.issuperset(map(attrgetter("layout"), chain(inside, outside))):
@@ -51,6 +50,9 @@ def shares_memory(leaves: Sequence[Any], *others: Tree) -> bool:
 
 
 def _tensors(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    leaves = list(leaves)
+    if PLAIN.issuperset(map(type, leaves)):
+        return leaves
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

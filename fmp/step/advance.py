@@ -170,7 +170,7 @@ def _is_owned(groups: Mapping[str, Group], key: str, *others: Tree) -> bool:
     """Says whether nothing that outlives the step lies in the memory of what one group's optimizer overwrites."""
     rest = [group for other, group in groups.items() if other != key]
     params, masters, opt_state, ema = groups[key]
-    return not shares_memory(tree.leaves((params, masters, opt_state)), rest, ema, others)
+    return not shares_memory(tree.leaves((params, masters, opt_state)), tree.leaves((rest, ema, others)))
 
 
 def _seed_of(config: StepConfig, name: str, index: int, state: TrainState) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from fmp import _compat, optim, tree
 from fmp.dtypes import is_castable
 from fmp.optim import schedules
+from fmp.optim.fused import stacked
 from fmp.testing import strategies
 from tests.bits import same_bits
 from tests.optim.battery import grads, params
@@ -362,3 +363,24 @@ def test_a_learning_rate_inside_of_a_parameter_is_not_overwritten():
     assert tx.fused is not None
     found, _, _ = tx.fused(g, tx.init(values), values, donate=True)
     close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        lambda vector: list(vector.unbind()),
+        lambda vector: list(vector.flip(0).unbind()),
+        lambda vector: list(vector.unbind())[::-1],
+        lambda vector: list(vector.unbind())[:-1],
+        lambda vector: [vector[0], vector[0], vector[2], vector[3]],
+        lambda vector: [vector[0].view(torch.float32)] * 4,
+        lambda vector: list(vector.view(torch.float32).unbind()),
+        lambda vector: [*vector.unbind()[:3], torch.tensor(7, dtype=torch.int32)],
+        lambda vector: list(vector[::2].unbind()),
+        lambda vector: [torch.tensor(7, dtype=torch.int32)],
+    ],
+)
+def test_counts_of_any_origin_are_stacked(counts):
+    found = counts(torch.tensor([3, 1, 4, 5], dtype=torch.int32))
+    expected = torch.tensor([count.item() for count in found], dtype=found[0].dtype)
+    assert same_bits(stacked(found), expected)

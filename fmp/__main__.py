@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from fmp import __version__
-from fmp.df11 import cli
+from fmp.df11 import cli, terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +21,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         >>> main(["df11", "verify", "no such file"])
         2
     """
+    try:
+        return _main(arguments)
+    finally:
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:  # The reader, such as `head`, has seen enough of the help.
+            terminal.discard_output()
+        except OSError:  # Python says so when the process ends, and gives it an exit code.
+            pass
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fmp", description="Functional mixed precision for PyTorch.")
     parser.add_argument("--version", action="version", version=__version__)
     cli.add_commands(parser.add_subparsers(title="commands", metavar="COMMAND"))

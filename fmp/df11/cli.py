@@ -3,38 +3,34 @@
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
-import signal
-import sys
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from fmp import patterns
-from fmp.df11 import conversion, model_files
+from fmp.df11 import codec, conversion, model_files, terminal
 from fmp.df11.container import WeightFile
 from fmp.df11.conversion import Converted, Inspected
 from fmp.df11.model_files import ModelFiles
+from fmp.df11.terminal import DIFFERENT, OK, no_wider_than, printable, with_bar
 from fmp.dtypes import short_name
-from fmp.errors import DF11Error
 from fmp.folders import atomic_folder
 
-T = TypeVar("T")
-
-OK, DIFFERENT, USAGE, INTERRUPTED = 0, 1, 2, 130
 _SHOWN = 20
 _EXIT_CODES = "exit codes: 0 done, or equal; 1 damaged, or different; 2 it could not be done as asked"
 
 
 def add_commands(commands: Any) -> None:
     """Adds `df11` and its commands to what `argparse.ArgumentParser.add_subparsers` returned."""
-    parser = commands.add_parser("df11", help="lossless bf16 weights in about 10.7 bits", description=__doc__)
+    parser = commands.add_parser("df11", help="lossless bf16 weights in about 10.6 bits", description=__doc__)
     parser.set_defaults(parser=parser)
+    _add_common_options(parser, json=False, threads=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     model = "a safetensors file, or a folder of a Hugging Face model"
 
@@ -42,7 +38,7 @@ def add_commands(commands: Any) -> None:
     compress.add_argument("source", metavar="IN", help=model)
     compress.add_argument("target", metavar="OUT", help="the file or folder to create")
     compress.add_argument(
-        "--min-numel", type=_count, default=4096, metavar="N", help="leave smaller tensors (%(default)s)"
+        "--min-numel", type=_count(0), default=4096, metavar="N", help="leave smaller tensors (%(default)s)"
     )
     compress.add_argument("--select", nargs="+", metavar="PATTERN", help="compress only these, e.g. '*.mlp.*.weight'")
     decompress = _command(commands, "decompress", _decompress, "restore what compress was given")
@@ -62,57 +58,44 @@ def _command(commands: Any, name: str, run: Callable[[Any], int], summary: str) 
     parser = commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=_EXIT_CODES
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--threads", type=_count, metavar="N", help="how many to use (those that torch uses)")
-    parser.set_defaults(run=partial(_run, run))
+    # Given before the command, they are not undone by what holds without them.
+    _add_common_options(parser, json=argparse.SUPPRESS, threads=argparse.SUPPRESS)
+    parser.set_defaults(run=partial(terminal.run, partial(_run, run)))
     return parser
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(f"{text} is less than 1")
+def _add_common_options(parser: argparse.ArgumentParser, *, json: Any, threads: Any) -> None:
+    parser.add_argument("--json", action="store_true", default=json, help="print one JSON object, also for an error")
+    parser.add_argument(
+        "--threads", type=_count(1), default=threads, metavar="N", help="how many to use (those that torch uses)"
+    )
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least}, written in digits, got {text!r}")
+        return int(text)
+
     return count
 
 
 def _run(command: Callable[[Any], int], options: argparse.Namespace) -> int:
-    """Runs a command, and turns what goes wrong into one line and an exit code."""
-    try:
-        with _stopped_politely():
-            if options.threads is not None:
-                torch.set_num_threads(options.threads)
-            code = command(options)
-            sys.stdout.flush()
-            return code
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # The reader, such as `head`, has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
-    except (OSError, ValueError, RuntimeError) as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        print(f"error: {' '.join(text.split())}", file=sys.stderr)
-        return DIFFERENT if isinstance(error, DF11Error | RuntimeError) else USAGE
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return command(options)
 
 
-@contextlib.contextmanager
-def _stopped_politely() -> Iterator[None]:
-    """Lets a request to end clean up as Ctrl-C does."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # Only the main thread may do this.
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _find(path: str) -> ModelFiles:
+    model = model_files.find(path)
+    # Loaded while there is memory for it.
+    codec.best_backend()
+    return model
 
 
 def _compress(options: argparse.Namespace) -> int:
     selected = patterns.matcher(options.select or ["*"])
-    model = model_files.find(options.source)
+    model = _find(options.source)
     if options.select is not None and not any(_names(model, selected, options.min_numel)):
         raise ValueError(f"no bf16 tensor of --min-numel elements is named by --select {' '.join(options.select)}")
     return _convert(options, model, partial(conversion.compress_file, selected=selected, min_numel=options.min_numel))
@@ -125,57 +108,83 @@ def _names(model: ModelFiles, selected: Callable[[str], bool], min_numel: int) -
 
 
 def _decompress(options: argparse.Namespace) -> int:
-    return _convert(options, model_files.find(options.source), conversion.decompress_file)
+    return _convert(options, _find(options.source), conversion.decompress_file)
 
 
 def _convert(options: argparse.Namespace, model: ModelFiles, convert: Callable[..., Converted]) -> int:
     target = Path(options.target)
-    if os.path.realpath(target) == os.path.realpath(model.root):
-        raise ValueError("OUT is IN; give another name")
+    _check_target(model, options.target)
     done: dict[str, Converted] = {}
 
     def convert_one(file: Path, to: Path, name: str) -> None:
         done[name] = convert(
-            file, to, progress=lambda sources: _with_bar(sources, [s.most_bytes for s in sources], name)
+            file, to, progress=lambda sources: with_bar(sources, [s.most_bytes for s in sources], name)
         )
 
     if model.is_folder:
         if target.is_dir() and any(target.iterdir()) and not options.overwrite:
             raise FileExistsError(f"the folder {options.target!r} is not empty; give another name, or --overwrite")
-        names = {str(file) for file in [*model.weights, *model.others]}
-        with atomic_folder(target, overwrite=options.overwrite, replaceable=names.__contains__) as folder:
-            model_files.copy_others(model, folder)
-            for file in model.weights:
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                convert_one(model.root / file, folder / file, str(file))
+        files = [*model.others, *model.weights]
+        replaceable = {file.as_posix() for file in files}.__contains__
+        with (
+            no_wider_than(model.root),
+            atomic_folder(target, overwrite=options.overwrite, replaceable=replaceable) as folder,
+        ):
+            for file in files:
+                with no_wider_than(*[model.root / part for part in (file, *file.parents)]):
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    if file in model.others:
+                        shutil.copyfile(model.root / file, folder / file)
+                    else:
+                        convert_one(model.root / file, folder / file, str(file))
     else:
         if target.is_dir():
             raise ValueError(f"IN is a file, and OUT is the folder {options.target!r}; give the name of a file in it")
         if os.path.lexists(target) and not options.overwrite:
             raise FileExistsError(f"{options.target!r} exists already; give another name, or --overwrite")
-        convert_one(model.root, target, model.root.name)
-    _print_converted(options, done, [str(file) for file in model.left_out])
+        with no_wider_than(model.root):
+            convert_one(model.root, target, model.root.name)
+    _print_converted(options, done, model)
     return OK
 
 
-def _print_converted(options: argparse.Namespace, done: dict[str, Converted], left_out: list[str]) -> None:
+def _check_target(model: ModelFiles, target: str) -> None:
+    if not target:
+        raise ValueError("OUT is empty; give a name")
+    source, real = Path(os.path.realpath(model.root)), Path(os.path.realpath(target))
+    if source == real:
+        raise ValueError("OUT is IN; give another name")
+    if model.is_folder and (source in real.parents or real in source.parents):
+        raise ValueError("one of the folders IN and OUT is inside of the other; give another name")
+
+
+def _print_converted(options: argparse.Namespace, done: dict[str, Converted], model: ModelFiles) -> None:
     if options.json:
         files = {name: dataclasses.asdict(converted) for name, converted in done.items()}
-        print(json.dumps({"files": files, "left_out": left_out}))
+        print(json.dumps({"files": files, "left_out": _left_out(model)}))
         return
     for name, converted in done.items():
         ratio = converted.bytes_out / converted.bytes_in
         sizes = f"{_size(converted.bytes_in)} -> {_size(converted.bytes_out)} ({ratio:.1%})"
-        print(f"{name}: {converted.compressed} of {converted.tensors} tensors compressed, {sizes}")
+        print(f"{printable(name)}: {converted.compressed} of {converted.tensors} tensors compressed, {sizes}")
     if not any(converted.compressed for converted in done.values()):
         print("no tensor is compressed: only those of bf16 can be, and only if they are large enough")
-    for name in left_out:
-        print(f"{name}: left out, as weights in this format are not read")
+    _print_left_out(model)
+
+
+def _left_out(*models: ModelFiles | None) -> list[str]:
+    return [str(path) for model in models if model for path in model.left_out]
+
+
+def _print_left_out(*models: ModelFiles | None) -> None:
+    for model in filter(None, models):
+        for path, reason in model.left_out.items():
+            print(f"{printable(str(model.root / path))}: left out, as {reason}")
 
 
 def _verify(options: argparse.Namespace) -> int:
-    model, found = model_files.find(options.source), []
-    other = None if options.other is None else model_files.find(options.other)
+    model, found = _find(options.source), []
+    other = None if options.other is None else _find(options.other)
     if other is not None and other.is_folder != model.is_folder:
         raise ValueError("A and B must be two files or two folders")
     for file in model.weights:
@@ -193,18 +202,19 @@ def _verify(options: argparse.Namespace) -> int:
     if other is not None:
         found += [f"{file}: missing in {model.root}" for file in other.weights if file not in model.weights]
     if options.json:
-        print(json.dumps({"equal": not found, "differences": found}))
+        print(json.dumps({"equal": not found, "differences": found, "left_out": _left_out(model, other)}))
     else:
         for line in found[:_SHOWN]:
-            print(line)
+            print(printable(line))
         if len(found) > _SHOWN:
             print(f"and {len(found) - _SHOWN} more")
+        _print_left_out(model, other)
         print("different" if found and other else "damaged" if found else "equal bit for bit" if other else "intact")
     return DIFFERENT if found else OK
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    model = model_files.find(options.source)
+    model = _find(options.source)
     tensors: list[Inspected] = []
     size = 0
     for file in model.weights:
@@ -226,7 +236,7 @@ def _as_json(tensor: Inspected) -> dict[str, Any]:
 def _print_table(tensors: list[Inspected], size: int) -> None:
     rows = [
         (
-            tensor.name,
+            printable(tensor.name),
             f"{short_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]",
             tensor.form,
             _bits(tensor.bits),
@@ -259,18 +269,4 @@ def _size(count: int) -> str:
 
 
 def _over_names(weights: WeightFile, names: Sequence[str]) -> Iterable[str]:
-    return _with_bar(names, [weights.describe(name)[2] for name in names], Path(weights.path).name)
-
-
-def _with_bar(items: Sequence[T], sizes: Sequence[int], label: str) -> Iterator[T]:
-    """Iterates, and shows how far it has come, if someone watches and tqdm is installed."""
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        yield from items
-        return
-    shown = {"desc": label, "unit": "B", "unit_scale": True, "leave": False, "disable": None}
-    with tqdm(total=sum(sizes), **shown) as bar:
-        for item, size in zip(items, sizes, strict=True):
-            yield item
-            bar.update(size)
+    return with_bar(names, [weights.describe(name)[2] for name in names], Path(weights.path).name)

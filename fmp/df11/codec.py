@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fmp.df11 import huffman, layout, reference
+from fmp.df11 import acceleration, huffman, layout, reference
 from fmp.df11.layout import CHUNK, GROUP, WORD_BITS, Encoded
 
 T = TypeVar("T")
@@ -115,14 +115,9 @@ def decode(encoded: Encoded, *, threads: int = 1, backend: Backend | None = None
     return bits
 
 
-@functools.cache
 def best_backend() -> Backend:
     """Returns `"numba"` where numba can be loaded, and `"numpy"`, which is about ten times slower, elsewhere."""
-    try:
-        _kernels("numba")
-    except ImportError:
-        return "numpy"
-    return "numba"
+    return "numba" if acceleration.has_numba() else "numpy"
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import torch
 
 from fmp import _compat, tree
 from fmp.df11 import codec
+from fmp.df11.ahead import ahead_of_time
 from fmp.df11.layout import Encoded
 
 
@@ -64,10 +65,11 @@ class CompressedTensor:
             TypeError: If the tensor is not bf16, or not a plain tensor with memory of its own.
             RuntimeError: Inside of a `torch.func` transform or `torch.compile`, where tensors have no fixed values.
         """
+        check_outside("compress")
         check_compressible(tensor)
         values = _array(tensor.detach().resolve_neg().reshape(-1).view(torch.int16), np.uint16)
         encoded = codec.encode(values, threads=torch.get_num_threads())
-        raw = torch.from_numpy(values.view(np.int16).copy()) if encoded is None else torch.empty(0, dtype=torch.int16)
+        raw = torch.from_numpy(values.view(np.int16).copy()) if encoded is None else empty(torch.int16)
         return cls.from_encoded(encoded, raw, tensor.shape).to(tensor.device)
 
     @classmethod
@@ -81,7 +83,7 @@ class CompressedTensor:
         """
         if encoded is None:
             dtypes = (torch.uint8, torch.int64, torch.int16, torch.int64, torch.uint8)
-            lengths, stream, chunk_bits, starts, rest = [torch.empty(0, dtype=dtype) for dtype in dtypes]
+            lengths, stream, chunk_bits, starts, rest = [empty(dtype) for dtype in dtypes]
         else:
             lengths = torch.from_numpy(encoded.code_lengths)
             stream = torch.from_numpy(encoded.stream.view(np.int64))
@@ -101,6 +103,8 @@ class CompressedTensor:
             ValueError: If the parts do not fit together, or are mapped over by `torch.func.vmap`.
         """
         if self.is_raw:
+            if self.raw.dtype != torch.int16 or self.raw.numel() != self.numel():
+                raise ValueError(f"{self.raw.numel()} numbers as {self.raw.dtype} do not make {self}")
             return self.raw.clone().view(self.dtype).reshape(self.shape)
         parts = (self.code_lengths, self.stream, self.chunk_bits, self.group_starts, self.sign_mantissa)
         return _decode(*parts, self.shape)
@@ -148,6 +152,26 @@ class CompressedTensor:
         return f"df11[{','.join(str(size) for size in self.shape)}]"
 
 
+def empty(dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor without elements on the host, whatever the default device is."""
+    return torch.empty(0, dtype=dtype, device="cpu")
+
+
+def check_outside(what: str) -> None:
+    """Raises inside of a `torch.func` transform, and while torch.compile traces.
+
+    Args:
+        what: The function that cannot run there.
+
+    Raises:
+        RuntimeError: Inside of either.
+    """
+    if torch.compiler.is_compiling():
+        _not_traced(torch.empty(0))
+    elif _compat.transform_active():
+        raise RuntimeError(f"{what} cannot run inside vmap, grad or another transform; do it outside")
+
+
 def check_compressible(tensor: Any, what: str = "the tensor") -> None:
     """Raises unless a value is a tensor that can be compressed.
 
@@ -157,18 +181,26 @@ def check_compressible(tensor: Any, what: str = "the tensor") -> None:
 
     Raises:
         TypeError: If it is not a plain bf16 tensor.
-        RuntimeError: If it belongs to a transform, or torch.compile traces.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.bfloat16:
         raise TypeError(
             f"{what} is {tree.describe(tensor)}; only bf16 tensors are compressed: cast it first, for example with "
             "fmp.cast, or leave it out"
         )
-    if torch.compiler.is_compiling() or _compat.wrapped_by_transform(_compat.unwrap_if_dead(tensor)):
-        raise RuntimeError(f"{what} is compressed inside of a transform or torch.compile; compress it outside")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         kind = f"{type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
         raise TypeError(f"{what} is a {kind}; only plain tensors with values are compressed")
+
+
+@torch.library.custom_op("fmp::df11_not_traced", mutates_args=())
+def _not_traced(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+@_not_traced.register_fake
+def _(tensor: torch.Tensor) -> torch.Tensor:
+    # After any other error, torch.compile would go on with what is called here, piece by piece.
+    raise RuntimeError("weights cannot be compressed, or read from a file, inside of torch.compile; do it outside")
 
 
 @torch.library.custom_op("fmp::df11_decode", mutates_args=())
@@ -182,15 +214,15 @@ def _decode(
 ) -> torch.Tensor:
     if sign_mantissa.numel() != torch.Size(shape).numel():
         raise ValueError(f"{sign_mantissa.numel()} compressed numbers do not have the shape {list(shape)}")
-    encoded = Encoded(
-        _array(code_lengths, np.uint8),
-        _array(stream, np.uint64),
-        _array(chunk_bits, np.uint16),
-        _array(group_starts, np.int64),
-        _array(sign_mantissa, np.uint8),
-    )
-    bits = codec.decode(encoded, threads=torch.get_num_threads())
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(shape).to(sign_mantissa.device)
+    parts, threads = (code_lengths, stream, chunk_bits, group_starts, sign_mantissa), torch.get_num_threads()
+    dtypes = (np.uint8, np.uint64, np.uint16, np.int64, np.uint8)
+
+    def decode() -> torch.Tensor:
+        encoded = Encoded(*[_array(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)])
+        bits = codec.decode(encoded, threads=threads)
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(shape).to(sign_mantissa.device)
+
+    return ahead_of_time(decode, parts)
 
 
 @_decode.register_fake

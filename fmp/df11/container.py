@@ -18,7 +18,8 @@ import torch
 
 from fmp import _compat, tree
 from fmp.df11 import manifest, model_files, stored, tensor_file, writing
-from fmp.df11.compressed import CompressedTensor
+from fmp.df11.compressed import CompressedTensor, check_outside, empty
+from fmp.df11.frozen_weight import stored_form
 from fmp.df11.manifest import Manifest, Record
 from fmp.df11.tensor_file import TensorFile
 from fmp.df11.writing import Weight
@@ -78,19 +79,19 @@ def load(path: str | os.PathLike[str], *, decompress: bool = False) -> Tree:
 
     Returns:
         The tree, bit for bit, on the host: dicts, lists and tuples as they were saved, tied tensors as one tensor. From
-        a file that was converted, or a folder, a flat dict of names.
+        a file that was converted, and from a folder, whatever its files hold, a flat dict of names: `blocks/0/weight`.
 
     Raises:
         DF11Error: If a file is incomplete, damaged, or of another kind; the message names file and tensor. The stored
             bytes of every tensor are checked, and the bits of those that are restored.
+        RuntimeError: Inside of a `torch.func` transform or `torch.compile`.
         OSError: If there is no such file, or it cannot be opened.
     """
     if os.path.isdir(path):
         return _load_folder(path, decompress)
     with open(path) as file:
-        leaves = {name: file.read(name, decompress=decompress) for name in file.records}
-        leaves |= {name: leaves[target] for name, target in file.manifest.tied.items()}
-        return leaves if file.manifest.structure is None else _put_together(file.manifest.structure, leaves)
+        leaves, structure = _leaves(file, decompress), file.manifest.structure
+    return leaves if structure is None else _put_together(structure, leaves)
 
 
 def open(path: str | os.PathLike[str]) -> "WeightFile":
@@ -167,7 +168,9 @@ class WeightFile(Mapping[str, Weight]):
         Raises:
             DF11Error: If it is damaged.
             KeyError: If there is none of this name.
+            RuntimeError: Inside of a `torch.func` transform or `torch.compile`.
         """
+        check_outside("reading a file of weights")
         name = self.manifest.tied.get(name, name)
         record, entry = self.records[name], self._file.entries[name]
         with self._named(name):
@@ -177,7 +180,7 @@ class WeightFile(Mapping[str, Weight]):
             if record.form is None:
                 if entry.dtype == torch.bool and (data > 1).any():
                     raise DF11Error("damaged: it has bools that are neither 0 nor 1")
-                raw = torch.from_numpy(data) if data.size else torch.empty(0, dtype=torch.uint8)
+                raw = torch.from_numpy(data) if data.size else empty(torch.uint8)
                 return raw.view(entry.dtype).reshape(entry.shape)
             node = stored.unpack(data, record.form, record.shape)
             if not decompress:
@@ -204,6 +207,9 @@ class WeightFile(Mapping[str, Weight]):
     def __len__(self) -> int:
         return len(self.records) + len(self.manifest.tied)
 
+    def __repr__(self) -> str:
+        return f"WeightFile({os.fspath(self.path)!r}, {len(self)} tensors)"
+
     def __enter__(self) -> "WeightFile":
         return self
 
@@ -217,22 +223,30 @@ class WeightFile(Mapping[str, Weight]):
             yield
         except (ValueError, RuntimeError, TypeError, OverflowError) as error:
             place = os.fspath(self.path) if name is None else f"{os.fspath(self.path)}: {name}"
+            if tensor_file.is_lack_of_memory(error):
+                raise MemoryError(place) from error
             raise DF11Error(f"{place}: {error}") from error
+
+
+def _leaves(file: WeightFile, decompress: bool) -> dict[str, Weight]:
+    leaves = {name: file.read(name, decompress=decompress) for name in file.records}
+    return leaves | {name: leaves[target] for name, target in file.manifest.tied.items()}
 
 
 def _load_folder(path: str | os.PathLike[str], decompress: bool) -> dict[str, Weight]:
     leaves: dict[str, Weight] = {}
-    for file in model_files.find(path).weights:
-        part = load(os.path.join(path, file), decompress=decompress)
-        if twice := leaves.keys() & part.keys():
-            raise DF11Error(f"{os.path.join(path, file)}: another file of the folder has {min(twice)} too")
-        leaves |= part
+    for name in model_files.find(path).weights:
+        with open(os.path.join(path, name)) as file:
+            # Before anything is read, which takes the memory.
+            if twice := leaves.keys() & set(file):
+                raise DF11Error(f"{os.fspath(file.path)}: another file of the folder has {min(twice)} too")
+            leaves |= _leaves(file, decompress)
     return leaves
 
 
 def _take_apart(node: Tree, path: tuple[str, ...], leaves: dict[str, Weight]) -> Any:
     """Collects the leaves of a tree by name, and returns its structure."""
-    name = tree.join(path) or "tensor"
+    name = tree.join(path) if path else "tensor"
     if isinstance(node, dict):
         for key in node:
             if not isinstance(key, str):
@@ -250,7 +264,7 @@ def _take_apart(node: Tree, path: tuple[str, ...], leaves: dict[str, Weight]) ->
         )
     if name in leaves:
         raise ValueError(f"two leaves have the name {name!r}; rename one of the keys")
-    leaves[name] = node
+    leaves[name] = stored_form(node)
     return name
 
 

@@ -188,10 +188,13 @@ def _exponent_entropy(weight: Weight) -> float:
 
 
 def _difference(one: WeightFile, other: WeightFile, name: str) -> str | None:
-    mine = one.read(name, decompress=True)
     if other is one:
+        one.read(name, decompress=True)
         return None
-    theirs = other.read(name, decompress=True)
+    # Reading a compressed one takes more memory than it has in the end, so that it comes first.
+    files = sorted([one, other], key=lambda file: not file.is_compressed)
+    read = {id(file): file.read(name, decompress=True) for file in files}
+    mine, theirs = read[id(one)], read[id(other)]
     assert isinstance(mine, torch.Tensor)
     assert isinstance(theirs, torch.Tensor)
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
@@ -199,5 +202,7 @@ def _difference(one: WeightFile, other: WeightFile, name: str) -> str | None:
     bits, other_bits = tensor_file.raw_bytes(mine), tensor_file.raw_bytes(theirs)
     if torch.equal(torch.from_numpy(bits), torch.from_numpy(other_bits)):  # numpy would need a third array
         return None
-    count = (bits != other_bits).reshape(-1, mine.dtype.itemsize).any(axis=1).sum()
+    size = mine.dtype.itemsize
+    runs = [slice(start, start + size * _RUN) for start in range(0, bits.size, size * _RUN)]
+    count = sum(int((bits[run] != other_bits[run]).reshape(-1, size).any(axis=1).sum()) for run in runs)
     return f"{name}: {count} of {mine.numel()} elements differ"

@@ -6,6 +6,7 @@ The lengths alone are kept; codes and table follow from them. 12 bits cost 0.005
 length, and make the table small enough (8 KiB) for a first-level cache, or for the shared memory of a GPU.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,11 @@ import numpy.typing as npt
 
 MAX_LENGTH = 12
 SYMBOLS = 256
+
+# Each number of 12 bits, turned around.
+_REVERSED = np.zeros(2**MAX_LENGTH, np.uint16)
+for _bit in range(MAX_LENGTH):
+    _REVERSED |= ((np.arange(2**MAX_LENGTH) >> _bit & 1) << MAX_LENGTH - 1 - _bit).astype(np.uint16)
 
 
 def code_lengths(counts: npt.NDArray[np.int64] | Sequence[int], *, limit: int = MAX_LENGTH) -> npt.NDArray[np.uint8]:
@@ -85,15 +91,9 @@ def codes(lengths: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
         >>> [f"{code:0{length}b}" for code, length in zip(codes(np.array([1, 2, 3, 3], np.uint8)), [1, 2, 3, 3])]
         ['0', '01', '011', '111']
     """
+    symbols, starts = _places(lengths)
     found = np.zeros(len(lengths), np.uint16)
-    code, previous = 0, 0
-    for symbol in np.argsort(lengths, kind="stable"):
-        length = int(lengths[symbol])
-        if length == 0:
-            continue
-        code <<= length - previous
-        found[symbol] = int(f"{code:0{length}b}"[::-1], 2)
-        code, previous = code + 1, length
+    found[symbols] = _REVERSED[starts]
     return found
 
 
@@ -105,14 +105,10 @@ def decode_table(lengths: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
 
     Returns:
         u16[4096]: `length << 8 | symbol` for each number whose lowest bit comes first in the stream. Every entry is
-        set. Of a code with one symbol, half of the entries stand for nothing; their length is 0.
+        set. Of a code with one symbol, half of the entries stand for nothing; their length is 0. It cannot be written
+        to, as the next ones who ask get the same.
     """
-    table = np.zeros(2**MAX_LENGTH, np.uint16)
-    for symbol, code in enumerate(codes(lengths)):
-        length = int(lengths[symbol])
-        if length:
-            table[code :: 1 << length] = length << 8 | symbol
-    return table
+    return _table(lengths.tobytes())
 
 
 def check_lengths(lengths: npt.NDArray[np.uint8]) -> None:
@@ -126,3 +122,24 @@ def check_lengths(lengths: npt.NDArray[np.uint8]) -> None:
         raise ValueError(f"a code has {SYMBOLS} lengths of at most {MAX_LENGTH}, got {lengths.tolist()}")
     if used.tolist() != [1] and np.sum(1 << (MAX_LENGTH - used)) != 1 << MAX_LENGTH:
         raise ValueError(f"the code is not complete: its lengths are {sorted(used.tolist())}")
+
+
+@functools.lru_cache(maxsize=256)
+def _table(lengths: bytes) -> npt.NDArray[np.uint16]:
+    # What is decoded, for each block of a model and again for its gradient, has codes that were met before.
+    known = np.frombuffer(lengths, np.uint8)
+    symbols, _ = _places(known)
+    sizes = known[symbols]
+    entries = np.repeat(sizes.astype(np.uint16) << 8 | symbols.astype(np.uint16), 1 << MAX_LENGTH - sizes.astype(int))
+    table = np.zeros(2**MAX_LENGTH, np.uint16)
+    table[_REVERSED[: len(entries)]] = entries
+    table.flags.writeable = False
+    return table
+
+
+def _places(lengths: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
+    """Returns the symbols in the order of their codes, and each code as the highest of 12 bits, the others 0."""
+    symbols = np.argsort(lengths, kind="stable")
+    symbols = symbols[lengths[symbols] > 0]
+    ends = np.cumsum(1 << MAX_LENGTH - lengths[symbols].astype(np.int64))
+    return symbols, np.concatenate([np.zeros(1, np.int64), ends[:-1]])

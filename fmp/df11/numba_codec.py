@@ -11,13 +11,10 @@ yields up to four exponents:
 too, as the compiler then does not make one store of four bytes.)
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from fmp.df11.acceleration import compiled
 from fmp.df11.layout import CHUNK
 
 # In numba, a signed and an unsigned number of 64 bits make a float.
@@ -28,13 +25,6 @@ _WINDOW = _U(0xFFF)
 _BYTE, _COUNT_SHIFT, _BITS_SHIFT = _U(0xFF), _U(32), _U(40)
 _MAX_LENGTH, _PER_LOOKUP, _LOOKUPS = 12, 4, 5
 _PER_WINDOW = _U(_PER_LOOKUP * _LOOKUPS)
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # There is no folder for the cache that can be written to.
-        return numba.njit(nogil=True)(function)
 
 
 def pack(
@@ -63,7 +53,7 @@ def unpack(
     return int(_unpack(stream, starts, chunk_bits, table, _wide_table(table), sign_mantissa, bits, CHUNK))
 
 
-@_compiled
+@compiled
 def histogram(bits):
     """Counts the exponents of bf16 numbers, as `reference.histogram` does."""
     # Four counts in turn: adding to what was just added to would have to wait.
@@ -77,7 +67,7 @@ def histogram(bits):
     return counts.sum(axis=0)
 
 
-@_compiled
+@compiled
 def _pack(bits, codebook, start, stream, chunk_bits, sign_mantissa, chunk):
     first = _U(start) >> _WORD_SHIFT
     word, used, open_word, head = first, _U(start) & _ROUND, _U(0), _U(0)
@@ -118,7 +108,7 @@ def _pack(bits, codebook, start, stream, chunk_bits, sign_mantissa, chunk):
     return head
 
 
-@_compiled
+@compiled
 def _wide_table(table):
     wide = np.zeros(len(table), np.uint64)
     for window in range(len(table)):
@@ -135,13 +125,13 @@ def _wide_table(table):
     return wide
 
 
-@_compiled
+@compiled
 def _window(stream, position):
     word, shift = min(position >> _WORD_SHIFT, _U(len(stream) - 2)), position & _ROUND
     return stream[word] >> shift | stream[word + _ONE] << _ONE << (_ROUND - shift)
 
 
-@_compiled
+@compiled
 def _unpack(stream, starts, chunk_bits, table, wide_table, sign_mantissa, bits, chunk):
     exponents = np.empty(chunk, np.uint8)
     damaged = -1

@@ -10,7 +10,8 @@ A tensor is one sequence of bytes, filled up with zeros to a multiple of 8, in o
 
 Deflate finds repetitions, which a code for single exponents cannot see: the windowed sines in a learned front end, rows
 that are equal, runs of zeros. Most weights have none, and of those a sample is compressed in vain. Deflate is slow; in
-memory, such a tensor is a Huffman code like all others.
+memory, such a tensor is a Huffman code like all others. Level 6 makes a tensor at most 1.3 % larger than level 9 does,
+in a twentieth of the time where that is long. Readers take any level.
 """
 
 import math
@@ -23,13 +24,14 @@ import numpy.typing as npt
 import torch
 
 from fmp.df11 import huffman, layout
-from fmp.df11.compressed import CompressedTensor
+from fmp.df11.compressed import CompressedTensor, empty
 from fmp.df11.layout import Encoded
 from fmp.df11.tensor_file import Entry
 
 FORMS = ("huffman", "deflate", "raw")
 _ALIGNMENT = 8
 _SAMPLE, _SAMPLES = 2**14, 2
+_LEVEL, _PIECE = 6, 2**20
 _WORTHWHILE = 0.95
 
 
@@ -84,15 +86,12 @@ def unpack(data: npt.NDArray[np.uint8], form: str, shape: Sequence[int]) -> Comp
     """
     numel = math.prod(shape)
     if form == "huffman":
-        return CompressedTensor.from_encoded(_encoded(data, numel), torch.empty(0, dtype=torch.int16), shape)
+        return CompressedTensor.from_encoded(_encoded(data, numel), empty(torch.int16), shape)
     if form == "deflate":
         bits = _inflated(data, numel)
         return CompressedTensor.compress(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(shape))
     _check_padding(data[2 * numel :])
-    dtypes = (torch.uint8, torch.int64, torch.int16, torch.int64, torch.uint8)
-    lengths, stream, chunk_bits, starts, sign_mantissa = (torch.empty(0, dtype=dtype) for dtype in dtypes)
-    raw = torch.from_numpy(data[: 2 * numel].view(np.int16))
-    return CompressedTensor(lengths, stream, chunk_bits, starts, sign_mantissa, raw, torch.Size(shape))
+    return CompressedTensor.from_encoded(None, torch.from_numpy(data[: 2 * numel].view(np.int16)), shape)
 
 
 def _encoded(data: npt.NDArray[np.uint8], numel: int) -> Encoded:
@@ -137,8 +136,14 @@ def _deflated(bits: npt.NDArray[np.uint16], limit: int) -> npt.NDArray[np.uint8]
         sample = sum(len(zlib.compress(_exponents(bits[start : start + _SAMPLE]).data)) for start in starts)
         if sample / (_SAMPLES * _SAMPLE) > _WORTHWHILE * limit / bits.size:
             return None
-    deflated = np.frombuffer(zlib.compress(_exponents(bits).data, 9), np.uint8)
-    return deflated if deflated.size < limit else None
+    deflater, deflated = zlib.compressobj(_LEVEL), bytearray()
+    # In pieces, between which it can be interrupted, and ends where it is in vain.
+    for start in range(0, bits.size, _PIECE):
+        deflated += deflater.compress(_exponents(bits[start : start + _PIECE]).data)
+        if len(deflated) >= limit:
+            return None
+    deflated += deflater.flush()
+    return np.frombuffer(deflated, np.uint8) if len(deflated) < limit else None
 
 
 def _exponents(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
@@ -78,11 +79,14 @@ class TensorFile:
 
     Raises:
         DF11Error: If it is no safetensors file, or its header does not fit its size.
-        OSError: If it cannot be read.
+        OSError: If it cannot be read, or is a pipe or a device.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
+        # To open a pipe would wait for whoever writes to it.
+        if not os.path.isdir(path) and not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(f"{os.fspath(path)} is not a regular file; copy what it gives to one")
         self._file = open(path, "rb")  # noqa: SIM115 - closed by `close`
         try:
             size = os.fstat(self._file.fileno()).st_size
@@ -190,15 +194,22 @@ def parse_json(text: bytes | str) -> Any:
         raise DF11Error(f"the header is damaged: {error}") from None
 
 
+def is_lack_of_memory(error: Exception) -> bool:
+    """Says whether an error is that of a host without enough memory: for torch, it is a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
 def is_count(value: Any) -> bool:
     """Says whether a value from JSON is a whole number that a size can be."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_shape(value: Any) -> bool:
-    """Says whether a value from JSON is the shape of a tensor."""
-    # Not even the product of millions of sizes should be computed.
-    return isinstance(value, list) and len(value) <= _MAX_NDIM and all(map(is_count, value))
+    """Says whether a value from JSON is the shape that a tensor can have."""
+    # Not even the product of millions of sizes should be computed. Strides must fit, also where there are no elements.
+    if not isinstance(value, list) or len(value) > _MAX_NDIM or not all(map(is_count, value)):
+        return False
+    return math.prod(max(size, 1) for size in value) < 2**63
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 import optree
 import torch
 
-from fmp.df11.compressed import CompressedTensor, check_compressible
+from fmp.df11.compressed import CompressedTensor, check_compressible, check_outside
+from fmp.df11.frozen_weight import FrozenWeight, stored_form
 from fmp.optim.masks import Mask, selector
 from fmp.tree import leaves, paths
 
@@ -34,7 +35,8 @@ def compress(
         compressed once, and its node is in the tree twice. `requires_grad` is not kept.
 
     Raises:
-        TypeError: If `select` chooses a tensor that is not bf16.
+        TypeError: If `select` chooses a tensor that is not bf16; if one that is to be compressed is no plain tensor
+            with values; if the tree holds a module; if `min_numel` is no whole number.
         RuntimeError: Inside of a `torch.func` transform or `torch.compile`.
         ValueError: If `select` does not fit the tree.
 
@@ -46,15 +48,20 @@ def compress(
         >>> torch.equal(decompress(compressed)["weight"], params["weight"])
         True
     """
+    check_outside("compress")
+    if not isinstance(min_numel, int):
+        raise TypeError(f"min_numel must be a whole number, got {min_numel!r}")
     found, spec = optree.tree_flatten(tree, is_leaf=_is_compressed, none_is_leaf=True)
+    found = [stored_form(leaf) for leaf in found]
     places = spec.unflatten(range(len(found)))
     chosen = [_is_bf16(leaf) for leaf in found] if select is None else selector(select, "select")(places)
     work = []
     for index, (path, leaf) in enumerate(zip(paths(places), found, strict=True)):
-        if chosen[index] and isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.nn.Module):
+            raise TypeError(f"{path or 'the tree'} is a {type(leaf).__name__}, no tensor; compress its state_dict()")
+        if chosen[index] and isinstance(leaf, torch.Tensor) and (leaf.numel() >= min_numel or not _is_bf16(leaf)):
             check_compressible(leaf, path or "the tree")
-            if leaf.numel() >= min_numel:
-                work.append(index)
+            work.append(index)
 
     nodes: dict[Any, CompressedTensor] = {}
     for index in work if progress is None else progress(work):
@@ -81,6 +88,7 @@ def decompress(tree: Tree) -> Tree:
     tensors: dict[Any, torch.Tensor] = {}
 
     def restored(node: Any) -> Any:
+        node = stored_form(node)
         if not isinstance(node, CompressedTensor):
             return node
         # A node that went through a map is another object with the same parts.
@@ -93,7 +101,7 @@ def decompress(tree: Tree) -> Tree:
 
 
 def _is_compressed(node: Any) -> bool:
-    return isinstance(node, CompressedTensor)
+    return isinstance(node, CompressedTensor | FrozenWeight)
 
 
 def _is_bf16(leaf: Any) -> bool:

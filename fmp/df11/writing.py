@@ -47,6 +47,8 @@ def source(name: str, weight: Weight) -> Source:
         TypeError: If it is not a plain tensor, or of a dtype that safetensors files do not have.
         ValueError: If it is on the meta device.
     """
+    if weight.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and has no values to save")
     if isinstance(weight, CompressedTensor):
         most_bytes = max(stored.most_bytes(weight.numel()), weight.nbytes)
         return Source(name, weight.dtype, tuple(weight.shape), lambda: weight, True, most_bytes)
@@ -54,8 +56,6 @@ def source(name: str, weight: Weight) -> Source:
         raise TypeError(f"{name} is a {type(weight).__name__}; a file of weights holds plain tensors")
     if weight.dtype not in tensor_file.CODES:
         raise TypeError(f"{name} has the dtype {weight.dtype}, which safetensors files do not have; convert it")
-    if weight.is_meta:
-        raise ValueError(f"{name} is on the meta device and has no values to save")
     return Source(name, weight.dtype, tuple(weight.shape), lambda: weight, False, weight.nbytes)
 
 

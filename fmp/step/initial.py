@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fmp import master, tree
+from fmp.df11.frozen_weight import FrozenWeight
 from fmp.dtypes import full_precision, is_castable
 from fmp.patterns import matches
 from fmp.policy import NORM_PATTERNS
@@ -111,6 +112,11 @@ def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
                 )
             if leaf is not None and leaf.layout != torch.strided:
                 raise TypeError(f"{argument}: leaf {path!r} is sparse ({leaf.layout}); make it dense")
+            if isinstance(leaf, FrozenWeight):
+                raise TypeError(
+                    f"{argument}: leaf {path!r} is a compressed weight, which cannot be trained; leave it out and pass "
+                    "it to the step as frozen=..., or decompress it first"
+                )
     if ONLY not in config.optimizers and (not isinstance(params, Mapping) or params.keys() != config.optimizers.keys()):
         found = sorted(params) if isinstance(params, Mapping) else f"a {type(params).__name__}"
         raise KeyError(f"params must have the keys of the optimizers, {sorted(config.optimizers)}; found {found}")

@@ -1,7 +1,7 @@
 """Measures fmp next to its peers and prints one table of ratios.
 
     python -m tests.bench                    # everything, about ten minutes on two cores
-    python -m tests.bench --only mlp         # one of lm, mlp, optimizers, ops, memory, remat
+    python -m tests.bench --only mlp         # one of lm, mlp, optimizers, ops, memory, remat, df11
     python -m tests.bench --threads 2
 
 JAX is measured if `jax`, `jmp` and `optax` are installed; nothing else in fmp needs them.
@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 import fmp
-from tests.bench import remat_block
+from tests.bench import df11_step, remat_block
 from tests.bench.harness import Contender, race
 from tests.bench.memory_peaks import gradient_peaks, step_peak
 from tests.bench.op_overhead import op_microseconds
@@ -27,7 +27,7 @@ from tests.memory import peak_bytes
 
 RESULTS = Path(__file__).parent / "results"
 LM, MLP, OPTIMIZER = "tests.bench.lm_step", "tests.bench.mlp_step", "tests.bench.optimizer_step"
-REMAT = "tests.bench.remat_block"
+REMAT, DF11 = "tests.bench.remat_block", "tests.bench.df11_step"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Row:
     @property
     def goal(self) -> str:
         """The target as the table shows it."""
+        if not self.target:
+            return "none"
         return f"{self.target:.2f} x" + (f" + {self.allowance} {self.unit}" if self.allowance else "")
 
 
@@ -175,6 +177,40 @@ def remat_rows(arguments: argparse.Namespace) -> list[Row]:
     return [row for row in rows if row]
 
 
+def df11_rows(arguments: argparse.Namespace) -> list[Row]:
+    """Adapters that are trained on twelve frozen transformer blocks, weights in bf16 or compressed."""
+    one_core, two_cores = ("bf16", "remat", "frozen", "wrapped"), ("wrapped", "wrapped-ahead")
+    times = race(
+        [Contender(variant, DF11, variant) for variant in one_core],
+        threads=1,
+        rounds=arguments.rounds,
+        steps=1,
+        report=tqdm.write,
+    )
+    on_two = race(
+        [Contender(variant, DF11, variant) for variant in two_cores],
+        threads=2,
+        rounds=arguments.rounds,
+        steps=1,
+        report=tqdm.write,
+    )
+    peaks = {variant: df11_step.peak_nbytes(variant) / 2**20 for variant in ("remat", "frozen")}
+    weights = df11_step.weights_nbytes("frozen") / 2**20
+    sizes: dict[str, float | None] = {
+        "frozen": weights + peaks["frozen"],
+        "weights + one block + remat": weights + df11_step.block_nbytes() / 2**20 + peaks["remat"],
+    }
+    what = "LoRA on 12 blocks"
+    rows = [
+        compare(f"{what}, peak", sizes, "frozen", "weights + one block + remat", 1 / 1.05, "MiB"),
+        compare(what, times, "frozen", "remat", 0.0),
+        compare(what, times, "frozen", "bf16", 0.0),
+        compare(what, times, "wrapped", "bf16", 0.0),
+        compare(f"{what}, 2 cores", on_two, "wrapped-ahead", "wrapped", 0.0),
+    ]
+    return [row for row in rows if row]
+
+
 def compare(
     what: str, found: dict[str, float | None], mine: str, peer: str, target: float, unit: str = "ms"
 ) -> Row | None:
@@ -190,7 +226,7 @@ def table(rows: list[Row]) -> str:
     lines = ["| what | fmp | peer | better by | target | met |", "| --- | ---: | ---: | ---: | ---: | --- |"]
     lines += [
         f"| {row.what} | {row.fmp:.1f} {row.unit} | {row.peer:.1f} {row.unit} | {row.ratio:.2f} x | {row.goal} "
-        f"| {'yes' if row.met else 'no'} |"
+        f"| {('yes' if row.met else 'no') if row.target else ''} |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -205,7 +241,7 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["lm", "mlp", "optimizers", "ops", "memory", "remat"])
+    parser.add_argument("--only", choices=["lm", "mlp", "optimizers", "ops", "memory", "remat", "df11"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", help="keep the table under tests/bench/results by this name")
@@ -217,6 +253,7 @@ def main() -> None:
         "optimizers": optimizer_rows,
         "mlp": mlp_rows,
         "remat": remat_rows,
+        "df11": df11_rows,
         "lm": lm_rows,
     }
     chosen = [arguments.only] if arguments.only else list(sections)

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from fmp.df11 import codec, layout, reference
+from fmp.df11 import codec, layout
 from fmp.df11.codec import Backend, decode, encode
 from fmp.df11.layout import CHUNK, GROUP, Encoded
 
@@ -297,21 +297,6 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 def test_another_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="'numba' or 'numpy'"):
         encode(np.zeros(5, np.uint16), backend="cuda")  # pyright: ignore[reportArgumentType]
-
-
-def test_without_numba_numpy_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec.best_backend.cache_clear()
-    codec._kernels.cache_clear()
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "fmp.df11.numba_codec", raising=False)
-    try:
-        assert codec.best_backend() == "numpy"
-        bits = normal(2000)
-        assert np.array_equal(decode(packed(bits)), bits)
-        assert codec._kernels(codec.best_backend()) is reference
-    finally:
-        codec.best_backend.cache_clear()
-        codec._kernels.cache_clear()
 
 
 PROGRAM = """

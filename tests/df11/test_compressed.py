@@ -10,7 +10,6 @@ from typing import Any, cast
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
-import optree
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +19,7 @@ import fmp.df11
 from fmp import tree
 from fmp.df11 import CompressedTensor, compress, decompress
 from fmp.df11.codec import encode
-from tests.bits import same_bits, snapshot, storages
+from tests.bits import same_bits, storages
 
 EVERY_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
@@ -120,9 +119,14 @@ def test_compressing_inside_of_a_transform_is_refused() -> None:
         return CompressedTensor.compress(x).decompress().sum()
 
     x = weights(2, 5000)
-    for transformed in (torch.func.vmap(compressed), torch.func.grad(compressed)):
-        with pytest.raises(RuntimeError, match="compress it outside"):
+    constant = lambda y: compressed(x) * y.sum()
+    for transformed in (torch.func.vmap(compressed), torch.func.grad(compressed), torch.func.grad(constant)):
+        with pytest.raises(RuntimeError, match=r"compress cannot run inside .* do it outside"):
             transformed(x)
+    for fullgraph in (True, False):
+        compiled = torch.compile(lambda x: compress({"x": x}), backend="eager", fullgraph=fullgraph)
+        with pytest.raises(RuntimeError, match=r"inside of torch\.compile; do it outside"):
+            compiled(x)
     with FakeTensorMode(), pytest.raises(TypeError, match="FakeTensor"):
         CompressedTensor.compress(torch.ones(5000).bfloat16())
 
@@ -250,6 +254,10 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     node = CompressedTensor.compress(weights(64, 96))
     with pytest.raises(ValueError, match=r"6144 compressed numbers do not have the shape \[64, 97\]"):
         tree.replace(node, shape=torch.Size([64, 97])).decompress()
+    raw = CompressedTensor.compress(weights(3))
+    for wrong in (raw.raw[:2], raw.raw.float()):
+        with pytest.raises(ValueError, match=r"numbers as torch\..* do not make df11\[3\]"):
+            tree.replace(raw, raw=wrong).decompress()
     with pytest.raises(ValueError, match="corrupt"):
         tree.replace(node, stream=node.stream[:-1]).decompress()
     with pytest.raises(ValueError, match="corrupt"):
@@ -274,112 +282,6 @@ def test_nodes_are_made_of_what_the_codec_returns() -> None:
     node = CompressedTensor.from_encoded(encoded, torch.empty(0, dtype=torch.int16), tensor.shape)
     assert same_bits(node, CompressedTensor.compress(tensor))
     assert node.stream.data_ptr() == encoded.stream.ctypes.data
-
-
-def params_like() -> dict[str, Any]:
-    return {
-        "blocks": [{"w": weights(80, 80), "norm": weights(80)}, {"w": weights(80, 80), "norm": weights(80)}],
-        "embed": weights(100, 64),
-        "f32": torch.randn(80, 80),
-        "step": 3,
-        "none": None,
-        "ids": torch.arange(5000),
-    }
-
-
-def compressed_paths(compressed: Any) -> list[str]:
-    is_node = lambda node: isinstance(node, CompressedTensor)
-    paths, leaves, _ = optree.tree_flatten_with_path(compressed, is_leaf=is_node, none_is_leaf=True)
-    return [tree.join(path) for path, leaf in zip(paths, leaves, strict=True) if is_node(leaf)]
-
-
-@pytest.mark.parametrize(
-    ("options", "chosen"),
-    [
-        ({}, ["blocks/0/w", "blocks/1/w", "embed"]),
-        ({"min_numel": 80}, ["blocks/0/norm", "blocks/0/w", "blocks/1/norm", "blocks/1/w", "embed"]),
-        ({"min_numel": 6401}, []),
-        ({"select": ["blocks"]}, ["blocks/0/w", "blocks/1/w"]),
-        ({"select": ["blocks.*.w"]}, ["blocks/0/w", "blocks/1/w"]),
-        ({"select": lambda path: path == "embed"}, ["embed"]),
-        ({"select": ["step", "none", "embed"]}, ["embed"]),
-        ({"select": []}, []),
-    ],
-)
-def test_which_leaves_are_compressed(options: dict[str, Any], chosen: list[str]) -> None:
-    params = params_like()
-    before = snapshot(params)
-    compressed = compress(params, **options)
-    assert compressed_paths(compressed) == chosen
-    restored = decompress(compressed)
-    assert same_bits(restored, before)
-    assert same_bits(params, before)
-    assert restored["ids"] is params["ids"]
-
-
-def test_select_by_a_tree_of_bools() -> None:
-    params = {"a": weights(80, 80), "b": {"c": weights(80, 80), "d": weights(80, 80)}}
-    assert compressed_paths(compress(params, select={"a": False, "b": True})) == ["b/c", "b/d"]
-
-
-@pytest.mark.parametrize(
-    ("select", "error", "message"),
-    [
-        (["f32"], TypeError, r"f32 is f32\[80,80\]; only bf16"),
-        (["ids"], TypeError, r"ids is i64\[5000\]"),
-        (["nothing"], ValueError, "none of the patterns"),
-        (lambda path: 1, TypeError, "select must say True or False"),
-        ({"blocks": True}, ValueError, "select does not fit"),
-    ],
-)
-def test_a_wrong_choice_is_refused(select: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        compress(params_like(), select=select)
-
-
-def test_tied_leaves_are_compressed_once_and_stay_tied() -> None:
-    weight = weights(80, 80)
-    params = {"embed": weight, "head": weight.detach(), "view": weight.t(), "copy": weight.clone()}
-    compressed = compress(params)
-    assert compressed["embed"] is compressed["head"]
-    assert compressed["view"] is not compressed["embed"] is not compressed["copy"]
-    # A map takes nodes apart and makes new ones of the same parts.
-    for carried in (compressed, tree.map(lambda leaf: leaf, compressed)):
-        restored = decompress(carried)
-        assert restored["embed"] is restored["head"]
-        assert restored["copy"] is not restored["embed"]
-        assert same_bits(restored, params)
-
-
-def test_what_is_compressed_stays_as_it_is() -> None:
-    once = compress({"a": weights(80, 80), "b": weights(4000)})
-    twice = compress(once, select=["a", "b"], min_numel=1)
-    assert twice["a"] is once["a"]
-    assert compressed_paths(twice) == ["a", "b"]
-
-
-def test_single_tensors_and_empty_trees() -> None:
-    weight = weights(80, 80)
-    assert same_bits(decompress(compress(weight)), weight)
-    assert compress({}) == decompress({}) == {}
-    assert compress(None) is decompress(None) is None
-
-
-def test_keys_that_look_alike_as_paths() -> None:
-    params = {"a/b": weights(80, 80), "a": {"b": weights(80, 80)}}
-    assert same_bits(decompress(compress(params)), params)
-
-
-def test_progress_wraps_the_work() -> None:
-    seen: list[int] = []
-
-    def progress(work: list[int]) -> Any:
-        for count, item in enumerate(work, 1):
-            yield item
-            seen.append(count)
-
-    compress(params_like(), progress=progress)
-    assert seen == [1, 2, 3]
 
 
 def test_neither_numba_nor_the_compiler_is_loaded_by_the_import() -> None:

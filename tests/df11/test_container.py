@@ -1,7 +1,9 @@
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -203,6 +205,66 @@ def test_a_folder_with_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
         df11.load(tmp_path)
 
 
+@pytest.mark.parametrize("root", [list, tuple, lambda parts: {"blocks": list(parts), "none": None}])
+def test_a_folder_gives_flat_names_whatever_its_files_hold(root: Any, tmp_path: Path) -> None:
+    one, other = normal(64, 64), normal(3)
+    df11.save(df11.compress(root([one, {"bias": other, "same": one}])), tmp_path / "a.safetensors")
+    df11.save({"last": other}, tmp_path / "b.safetensors")
+    start = "blocks/" if isinstance(root([]), dict) else ""
+    found = df11.load(tmp_path)
+    assert isinstance(found[f"{start}0"], df11.CompressedTensor)
+    assert found[f"{start}0"] is found[f"{start}1/same"]
+    wanted = {f"{start}0": one, f"{start}1/bias": other, f"{start}1/same": one, "last": other}
+    assert same_bits(df11.load(tmp_path, decompress=True), wanted)
+
+
+def test_names_that_nearly_clash(tmp_path: Path) -> None:
+    weights = {"": torch.ones(1), "tensor": torch.ones(2), "/": torch.ones(3), "a": {"": torch.ones(4)}}
+    df11.save(weights, tmp_path / "w")
+    assert same_bits(df11.load(tmp_path / "w"), weights)
+    with df11.open(tmp_path / "w") as file:
+        assert sorted(file) == ["", "/", "a/", "tensor"]
+        assert repr(file) == f"WeightFile({str(tmp_path / 'w')!r}, 4 tensors)"
+
+
+@pytest.mark.parametrize("level", [0, 1, 9])
+def test_whatever_level_deflated_a_tensor_it_is_read(
+    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"w": torch.linspace(-1, 1, 40).bfloat16().repeat(80)}
+    df11.save(df11.compress(weights, min_numel=0), tmp_path / "w")
+    monkeypatch.setattr(stored, "_deflated", lambda bits, limit: deflated(bits, level))
+    df11.save(df11.compress(weights, min_numel=0), tmp_path / "other")
+    assert (tmp_path / "w").read_bytes() != (tmp_path / "other").read_bytes()
+    assert same_bits(df11.load(tmp_path / "other", decompress=True), weights)
+
+
+def deflated(bits: Any, level: int) -> Any:
+    return np.frombuffer(zlib.compress((bits >> 7).astype(np.uint8).tobytes(), level), np.uint8)
+
+
+def test_deflating_can_be_interrupted_and_ends_where_it_is_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = normal(5000).view(torch.int16).numpy().view(np.uint16)
+    whole = stored._deflated(bits, 10000)
+    pieces: list[int] = []
+    original = stored._exponents
+    monkeypatch.setattr(stored, "_exponents", lambda piece: pieces.append(len(piece)) or original(piece))
+    monkeypatch.setattr(stored, "_PIECE", 1000)
+    found = stored._deflated(bits, 10000)
+    assert pieces == [1000] * 5
+    assert found is not None
+    assert whole is not None
+    assert zlib.decompress(found.data) == zlib.decompress(whole.data) == original(bits).tobytes()
+    assert stored._deflated(bits, 2) is None
+    assert len(pieces) == 6
+
+
+def test_a_file_cannot_be_read_inside_of_a_transform(tmp_path: Path) -> None:
+    df11.save({"w": torch.ones(3)}, tmp_path / "w")
+    with pytest.raises(RuntimeError, match=r"reading a file of weights cannot run inside .* do it outside"):
+        torch.func.grad(lambda x: (x * df11.load(tmp_path / "w")["w"]).sum())(torch.ones(3))
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     df11.save({"w": torch.ones(2)}, tmp_path / "w")
 
@@ -224,6 +286,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         ({"a": {"b": torch.ones(1)}, "a/b": torch.ones(1)}, ValueError, "two leaves have the name 'a/b'"),
         ({"a": torch.ones(1, dtype=torch.complex128)}, TypeError, "a has the dtype torch.complex128"),
         ({"a": torch.ones(1, device="meta")}, ValueError, "a is on the meta device"),
+        ({"a": df11.compress(normal(64, 64)).to("meta")}, ValueError, "a is on the meta device"),
         ({"a": torch.eye(2).to_sparse()}, TypeError, "a is a Tensor"),
         ({"__metadata__": torch.ones(1)}, ValueError, "cannot be called '__metadata__'"),
         ({"\udc80": torch.ones(1)}, ValueError, "not valid Unicode"),

@@ -106,6 +106,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "a float shape": lambda header, kept: kept["tensors"]["huffman"].__setitem__(1, [600.0]),
     "a bool shape": lambda header, kept: kept["tensors"]["huffman"].__setitem__(1, [600, True]),
     "a shape of nan": lambda header, kept: kept["tensors"]["huffman"].__setitem__(1, [float("nan")]),
+    "a shape that is empty and too large": lambda header, kept: header["ints"].update(shape=[0, 2**62, 2**62]),
     "a shape of many sizes": lambda header, kept: kept["tensors"]["huffman"].__setitem__(1, [600] + [1] * 100),
     "another form": lambda header, kept: kept["tensors"]["huffman"].__setitem__(0, "deflate"),
     "another form, raw": lambda header, kept: kept["tensors"]["deflate"].__setitem__(0, "huffman"),

@@ -244,11 +244,6 @@ def test_end_of_stream_in_a_chunk_of_its_own():
     pytest.fail("no such group was found")
 
 
-def test_numba_is_optional(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(groups.importlib.util, "find_spec", lambda name: None)
-    assert groups._loops(1 << 40, None) is groups.vectorized
-
-
 def test_kernel_notices_wrong_gaps():
     group = encode_group(gaussian(500))
     broken = SimpleNamespace(**{part: getattr(group, part).copy() for part in PARTS})

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fmp.df11.published import read_dfloat11, write_dfloat11
+from fmp.errors import DF11Error
 from tests.bits import same_bits
 from tests.df11.test_published_folder import BLOCK, model
 
@@ -82,9 +83,23 @@ def test_other_kinds_than_the_skeleton(folder: Path, state: dict[str, torch.Tens
             read_dfloat11(folder, {**state, name: tensor})
     with pytest.raises(ValueError, match=r"'head\.weight' is compressed bf16"):
         read_dfloat11(folder, {**state, "head.weight": torch.ones(9, 6, dtype=torch.int64)})
-    for skeleton in (3, {"a": "b"}, {"a": (1, -1)}, {"a": 4}):
+    for skeleton in (3, {"a": "b"}, {"a": (1, -1)}, {"a": (True, 4)}, {"a": 4}):
         with pytest.raises(TypeError, match="skeleton"):
             read_dfloat11(folder, skeleton)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_dtype_that_torch_cannot_read_is_named(folder: Path, state: dict[str, torch.Tensor]):
+    entry = b'{"q":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    (folder / "more.safetensors").write_bytes(len(entry).to_bytes(8, "little") + entry + b"ab")
+    with pytest.raises(DF11Error, match="'q' has the dtype F4, which cannot be read"):
+        read_dfloat11(folder, {**state, "q": (4,)})
+
+
+def test_the_default_device_does_not_matter(tmp_path: Path, state: dict[str, torch.Tensor]):
+    with torch.device("meta"):
+        write_dfloat11(state, tmp_path / "df11", BLOCK)
+        found = read_dfloat11(tmp_path / "df11", state)
+    assert same_bits(found, dict(state))
 
 
 @pytest.mark.parametrize("part", ["luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps"])

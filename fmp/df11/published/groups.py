@@ -11,8 +11,6 @@ starts in each block, and at the end the number of weights.
 import concurrent.futures
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -21,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fmp.df11 import acceleration
 from fmp.df11.published import loops, vectorized
 from fmp.df11.published.code import build_code
 from fmp.df11.published.tables import check_tables, one_step_table
@@ -186,21 +185,11 @@ def _gaps(stored: npt.NDArray[np.uint8], blocks: int) -> npt.NDArray[np.uint8]:
 
 def _loops(n: int, compiled: bool | None) -> Any:
     if compiled is None:
-        compiled = n >= _WORTH_COMPILING and importlib.util.find_spec("numba") is not None
+        compiled = n >= _WORTH_COMPILING and acceleration.has_numba()
     return _compiled_loops() if compiled else vectorized
 
 
 @functools.cache
 def _compiled_loops() -> types.SimpleNamespace:
-    # Loaded at the first use: importing numba takes a second.
-    numba = importlib.import_module("numba")
-
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        try:
-            return numba.njit(nogil=True, cache=True)(function)
-        except RuntimeError:  # There is no folder for the cache that can be written to.
-            return numba.njit(nogil=True)(function)
-
-    return types.SimpleNamespace(
-        count=compiled(loops.count), encode=compiled(loops.encode), decode=compiled(loops.decode)
-    )
+    functions = (loops.count, loops.encode, loops.decode)
+    return types.SimpleNamespace(**{function.__name__: acceleration.compiled(function) for function in functions})

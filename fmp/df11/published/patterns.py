@@ -1,21 +1,17 @@
 """Which tensors make a group: the `pattern_dict` of a published folder, and its `config.json`."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fmp.df11.published.loops import BLOCK
+from fmp.df11.published.matcher import Matcher, PatternError
 
 PARTS = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")
 VERSION = "0.5.0"
 _KEY = "dfloat11_config"
 _CHUNK_BYTES = 8
-
-# A pattern in a file that someone else made must not keep the regex engine busy for years.
-_LONGEST_PATTERN, _LONGEST_NAME, _MOST_CHOICES = 500, 200, 4
-_ESCAPED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
 
 
 class Patterns:
@@ -29,14 +25,15 @@ class Patterns:
 
     Raises:
         TypeError: If it has another form.
-        ValueError: If a regular expression is invalid or might take very long, or a path is listed twice.
+        ValueError: If a regular expression is invalid or not of the kind that `Matcher` reads, or a path is listed
+            twice.
     """
 
     def __init__(self, pattern_dict: Mapping[str, Sequence[str]], where: str = "pattern_dict") -> None:
         if not isinstance(pattern_dict, Mapping):
             raise TypeError(f"{where} must be a dictionary, got {type(pattern_dict).__name__}")
         self.as_dict: dict[str, list[str]] = {}
-        self._regexes: dict[str, re.Pattern[str]] = {}
+        self._matchers: dict[str, Matcher] = {}
         for pattern, paths in pattern_dict.items():
             if not isinstance(pattern, str) or not isinstance(paths, list | tuple):
                 raise TypeError(f"{where} must map strings to lists of strings, got {pattern!r}: {paths!r}")
@@ -44,14 +41,15 @@ class Patterns:
                 raise TypeError(f"{where}[{pattern!r}] must list names of submodules, got {paths!r}")
             if len(set(paths)) < len(paths):
                 raise ValueError(f"{where}[{pattern!r}] lists a path twice: {paths!r}")
-            self._regexes[pattern] = _compile(pattern, where)
+            try:
+                self._matchers[pattern] = Matcher(pattern)
+            except PatternError as error:
+                raise ValueError(f"{where} has the pattern {pattern!r}, which cannot be read: {error}") from None
             self.as_dict[pattern] = list(paths)
 
     def matching(self, module: str) -> list[str]:
         """Returns the patterns that match a module's name."""
-        if len(module) > _LONGEST_NAME:
-            return []
-        return [pattern for pattern, regex in self._regexes.items() if regex.fullmatch(module)]
+        return [pattern for pattern, matcher in self._matchers.items() if matcher.matches(module)]
 
     def weights(self, module: str) -> list[str] | None:
         """Returns the names of the tensors in a module's group, in order, or None if no pattern matches it.
@@ -116,20 +114,3 @@ def config_text(patterns: Patterns, config: Mapping[str, Any] | None) -> str:
         "pattern_dict": patterns.as_dict,
     }
     return json.dumps(config | {_KEY: ours}, indent=2)
-
-
-def _compile(pattern: str, where: str) -> re.Pattern[str]:
-    # Repeating a group can take exponential time; otherwise each choice multiplies the time by the length at most.
-    plain = _ESCAPED.sub("x", pattern).replace("(?:", "(")
-    plain = re.sub(r"([*+?}])[?+]", r"\1", plain)
-    choices = len(re.findall(r"[*+?{]", plain)) + (plain.count("(") if "|" in plain else 0)
-    if len(pattern) > _LONGEST_PATTERN or choices > _MOST_CHOICES or re.search(r"\)[*+{]|\(\?", plain):
-        raise ValueError(
-            f"{where} has the pattern {pattern!r}, which might take very long to match; use at most "
-            f"{_LONGEST_PATTERN} characters and {_MOST_CHOICES} repeats and groups, repeat no group, and use no "
-            "group that begins with '(?' other than '(?:'"
-        )
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{where} has the invalid pattern {pattern!r}: {error}") from error

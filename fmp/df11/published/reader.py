@@ -16,6 +16,7 @@ from torch import nn
 
 from fmp.df11.published.groups import Group, decode_group, in_parallel
 from fmp.df11.published.patterns import PARTS, Patterns, joined, read_config
+from fmp.errors import DF11Error
 
 Skeleton = nn.Module | Mapping[str, Any]
 
@@ -44,8 +45,9 @@ def read_dfloat11(
 
     Raises:
         KeyError: If a tensor is missing, or there is one that the skeleton does not have.
-        ValueError: If a tensor is there twice, has another dtype or size than the format or the skeleton says, or is
-            damaged; if a file is damaged; if neither or both of `skeleton` and `flat` are given.
+        DF11Error: If a tensor is there twice, has another dtype or size than the format or the skeleton says, one that
+            torch cannot read, or is damaged; if a file is damaged. It is a ValueError.
+        ValueError: If `config.json` is damaged, or neither or both of `skeleton` and `flat` are given.
         TypeError: If the skeleton is something else.
         FileNotFoundError: If the folder, its `config.json` or its weights do not exist.
 
@@ -78,11 +80,11 @@ def read_dfloat11(
             for name in plain:
                 _check_plain(files[name], name, expected)
 
-            tensors = {name: files[name].get_tensor(name).clone() for name in plain}
+            tensors = {name: _read(files[name], name) for name in plain}
             for weights in in_parallel(lambda group: _decoded(files, *group), groups.items()):
                 tensors |= weights
     except (safetensors.SafetensorError, ValueError) as error:
-        raise ValueError(f"{folder}: {error}") from error
+        raise DF11Error(f"{folder}: {error}") from error
     if expected is None:
         return {name: tensors[name] for name in sorted(tensors)}
     shaped = {name: tensor.reshape(expected[name].shape) for name, tensor in tensors.items()}
@@ -106,12 +108,16 @@ def _expected(skeleton: Skeleton) -> dict[str, _Expected]:
     expected = {}
     for name, value in skeleton.items():
         shape = getattr(value, "shape", value)
-        if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        if not isinstance(shape, Sequence) or not all(_is_size(size) for size in shape):
             raise TypeError(f"skeleton[{name!r}] must be a tensor or a shape, got {value!r}")
         tensor = value if isinstance(value, torch.Tensor) else None
         is_float = None if tensor is None else tensor.is_floating_point()
         expected[name] = _Expected(tuple(shape), name if tensor is None else id(tensor), is_float)
     return expected
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -167,6 +173,19 @@ def _sources(stored: Sequence[str], expected: Mapping[str, _Expected] | None) ->
     if missing:
         raise KeyError(f"the folder has no tensor {missing[0]!r} ({len(missing)} such); get all files of the model")
     return {name: source for name, source in sources.items() if source is not None}
+
+
+def _read(file: Any, name: str) -> torch.Tensor:
+    stored = file.get_slice(name)
+    try:
+        tensor = file.get_tensor(name).clone()
+    except MemoryError:
+        raise
+    except Exception as error:  # What is raised for a dtype that torch lacks, or has in part, is not defined.
+        raise DF11Error(f"{name!r} has the dtype {stored.get_dtype()}, which cannot be read: {error}") from error
+    if tensor.shape != tuple(stored.get_shape()):  # Of some dtypes, torch has two numbers in one element.
+        raise DF11Error(f"{name!r} has the dtype {stored.get_dtype()}, which cannot be read in its shape")
+    return tensor
 
 
 def _check_plain(file: Any, name: str, expected: Mapping[str, _Expected] | None) -> None:

@@ -132,7 +132,7 @@ def _named(state: Tree) -> Named:
         name = tree.join(path).replace("/", ".")
         if not isinstance(leaf, torch.Tensor | CompressedTensor):
             raise TypeError(f"{name or 'the tree'} must be a tensor, got {type(leaf).__name__}; remove it")
-        if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.layout != torch.strided):
+        if leaf.device.type == "meta" or (isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided):
             raise TypeError(f"{name or 'the tree'} must have plain memory; it is on the meta device, or sparse")
         if not name:
             raise ValueError("the tree is a single tensor; put it into a dictionary, to give it a name")
@@ -174,7 +174,7 @@ def _encoded(module: str, weights: Named) -> dict[str, torch.Tensor]:
         group = encode_group(np.concatenate(bits) if len(bits) > 1 else bits[0])
     except UnsupportedError as error:
         raise UnsupportedError(f"the group {module!r} ({', '.join(weights)}) cannot be written: {error}") from error
-    splits = torch.tensor([len(part) for part in bits], dtype=torch.int64).cumsum(0)[:-1]
+    splits = torch.tensor([len(part) for part in bits], dtype=torch.int64, device="cpu").cumsum(0)[:-1]
     return {
         joined(module, part): torch.from_numpy(getattr(group, part)) if hasattr(group, part) else splits
         for part in PARTS

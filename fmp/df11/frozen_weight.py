@@ -117,13 +117,18 @@ class FrozenWeight(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, FrozenWeight):
+            if func.is_view and func._can_decompose():  # inference mode hands down what autograd takes apart elsewhere
+                return func.decompose(*args, **kwargs)
             if func in _SAME:
-                return _made(first.holder, first.views, first.form)
+                return _made(first.holder, first.views, first.form, is_inference=first.is_inference())
             if func is _aten.copy_.default:
                 return _overwritten(first, *args[1:])
             if func in _COPIES and not first.views and _keeps_form(first, **kwargs):
                 return _moved(first, **kwargs)
-            if func.is_view and func not in _FLAGS and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
+            if func in _FLAGS:
+                with torch.inference_mode(first.is_inference()):
+                    return func(first.decompress())
+            if func.is_view and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
                 return _viewed(first, func, args[1:], kwargs)
         _check_unwritten(func, args, kwargs)
         kwargs = {name: _decoded(value) for name, value in kwargs.items()}
@@ -193,15 +198,20 @@ def stored_form(leaf: Any) -> Any:
     return leaf.decompress() if leaf.views else leaf.node
 
 
-def _made(holder: Holder, views: tuple[View, ...], form: torch.Tensor) -> FrozenWeight:
-    weight = torch.Tensor._make_wrapper_subclass(
-        FrozenWeight,
-        form.shape,
-        strides=form.stride(),
-        storage_offset=form.storage_offset(),
-        dtype=form.dtype,
-        device=holder.node.device,
-    )
+def _made(
+    holder: Holder, views: tuple[View, ...], form: torch.Tensor, *, is_inference: bool | None = None
+) -> FrozenWeight:
+    # In inference mode, too, a view of a tensor that autograd knows is one that it knows.
+    is_inference = torch.is_inference_mode_enabled() if is_inference is None else is_inference
+    with torch.inference_mode(is_inference):
+        weight = torch.Tensor._make_wrapper_subclass(
+            FrozenWeight,
+            form.shape,
+            strides=form.stride(),
+            storage_offset=form.storage_offset(),
+            dtype=form.dtype,
+            device=holder.node.device,
+        )
     weight.holder, weight.views, weight.form = holder, views, form
     return weight
 
@@ -216,9 +226,13 @@ def _viewed(weight: FrozenWeight, op: Any, args: tuple[Any, ...], kwargs: dict[s
     with _compat.without_dispatch_modes():
         forms = op(weight.form, *args, **kwargs)
     if isinstance(forms, torch.Tensor):
-        return _made(weight.holder, (*weight.views, View(op, args, kwargs)), forms)
+        view = (*weight.views, View(op, args, kwargs))
+        return _made(weight.holder, view, forms, is_inference=weight.is_inference())
     views = [(*weight.views, View(op, args, kwargs, index)) for index in range(len(forms))]
-    return type(forms)(_made(weight.holder, *each) for each in zip(views, forms, strict=True))
+    return type(forms)(
+        _made(weight.holder, view, form, is_inference=weight.is_inference())
+        for view, form in zip(views, forms, strict=True)
+    )
 
 
 def _keeps_form(

@@ -1,5 +1,6 @@
 """FrozenWeight: a tensor that shows its shape, decodes itself, and cannot be changed unnoticed."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -60,9 +61,18 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+GRAD_MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+in_every_mode = pytest.mark.parametrize("mode", GRAD_MODES)
+
+
+@in_every_mode
 @pytest.mark.parametrize("name", VIEWS)
-def test_views_are_those_of_the_tensor_and_stay_compressed(name):
-    got, want = VIEWS[name](frozen()), VIEWS[name](VALUES)
+def test_views_are_those_of_the_tensor_and_stay_compressed(name, mode):
+    weight = frozen()
+    with GRAD_MODES[mode]():
+        got, want = VIEWS[name](weight), VIEWS[name](VALUES)
+        assert same_bits(got + 0, want + 0)
+    assert got.is_inference() <= want.is_inference()
     assert isinstance(got, FrozenWeight)
     assert (got.shape, got.dtype, got.stride(), got.storage_offset()) == (
         want.shape,
@@ -71,7 +81,6 @@ def test_views_are_those_of_the_tensor_and_stay_compressed(name):
         want.storage_offset(),
     )
     assert same_bits(fmp.df11.decompress(got), want)
-    assert same_bits(got + 0, want + 0)
 
 
 COMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -104,9 +113,12 @@ COMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@in_every_mode
 @pytest.mark.parametrize("name", COMPUTED)
-def test_what_is_computed_is_plain(name):
-    got, want = COMPUTED[name](frozen()), COMPUTED[name](VALUES)
+def test_what_is_computed_is_plain(name, mode):
+    weight = frozen()
+    with GRAD_MODES[mode]():
+        got, want = COMPUTED[name](weight), COMPUTED[name](VALUES)
     assert not any(isinstance(leaf, FrozenWeight) for leaf in fmp.tree.leaves(got))
     assert same_bits(got, want)
     for left, right in zip(fmp.tree.leaves(got), fmp.tree.leaves(want), strict=True):

@@ -14,6 +14,7 @@ import torch.utils._pytree as torch_pytree
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -22,6 +23,9 @@ T = TypeVar("T")
 _VERSION: Any = torch.__version__
 _autocast_is_on: Any = cast(Any, torch._C)._is_any_autocast_enabled
 _functorch: Any = cast(Any, torch._C)._functorch
+_is_wrapped: Any = _functorch.is_functorch_wrapped_tensor
+_begin_mapping: Any = cast(Any, torch._C)._vmapmode_increment_nesting
+_end_mapping: Any = cast(Any, torch._C)._vmapmode_decrement_nesting
 _autograd: Any = cast(Any, torch._C)._autograd
 
 # What torch.optim launches for `fused=True`; they write parameters and moments in place.
@@ -255,7 +259,7 @@ def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
 
 def below_transforms(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor below all wrappers of torch.func."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
+    while _is_wrapped(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
@@ -300,6 +304,66 @@ def levels_up_to(count: int) -> Iterator[None]:
     finally:
         for _ in range(missing):
             _functorch._grad_decrement_nesting()
+
+
+def parametrizations_are_cached() -> bool:
+    """Says whether `torch.nn.utils.parametrize.cached` is around the caller."""
+    return parametrize._cache_enabled > 0
+
+
+@contextmanager
+def parametrization_cache(is_on: bool) -> Iterator[None]:
+    """Gives parametrized modules an empty cache, or none; afterwards they have the one that they had."""
+    before = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = int(is_on), {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = before
+
+
+def gradients_are_batched() -> bool:
+    """Says whether autograd pulls back many cotangents at once (`is_grads_batched`)."""
+    return _depth_of_batched_gradients() > 0
+
+
+@contextmanager
+def without_batched_gradients() -> Iterator[None]:
+    """Suspends the mapping by which autograd pulls back many cotangents at once (`is_grads_batched`)."""
+    depth = _depth_of_batched_gradients()
+    for _ in range(depth):
+        _end_mapping()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            _begin_mapping()
+
+
+@contextmanager
+def without_transforms() -> Iterator[None]:
+    """Suspends all torch.func transforms in progress, and the mapping of batched gradients."""
+    stack: list[Any] = []
+    while _functorch.peek_interpreter_stack() is not None:
+        stack.append(_functorch.pop_dynamic_layer_stack())
+    try:
+        with without_batched_gradients():
+            yield
+    finally:
+        while stack:
+            _functorch.push_dynamic_layer_stack(stack.pop())
+
+
+def wrapped_above(tensor: torch.Tensor, level: int) -> torch.Tensor:
+    """Makes a tensor one of all transforms in progress but the first so many, as it is if it is their argument.
+
+    Args:
+        tensor: Any tensor.
+        level: How many transforms are left out; the others must be of reverse mode.
+    """
+    for above in range(level + 1, len(transforms()) + 1):
+        tensor = _functorch._wrap_for_grad(tensor, above)
+    return tensor
 
 
 def unwrapped_to(tensor: torch.Tensor, level: int) -> torch.Tensor:
@@ -394,3 +458,8 @@ def saved_data(node: Any) -> Iterator[Any]:
             value = getattr(node, attribute)
             for raw in value if isinstance(value, list | tuple) else (value,):
                 yield raw.data
+
+
+def _depth_of_batched_gradients() -> int:
+    _begin_mapping()
+    return _end_mapping()

@@ -142,20 +142,6 @@ class Ambient:
         states = [state for state in self._modes if isinstance(state, _Seeded)]
         return [fork.calls - state.calls for state, fork in zip(states, forks, strict=True)]
 
-    def rewound(self) -> bool:
-        """Says whether anything has been drawn from torch's generators since the call, and takes them back to it."""
-        if self._random is None:
-            return False
-        state = self._random
-        pairs = [(torch.get_rng_state(), state.cpu)]
-        pairs += [(torch.cuda.get_rng_state(device), old) for device, old in state.cuda]
-        pairs += [(generator.get_state(), old) for generator, old in state.generators]
-        with _compat.without_dispatch_modes():  # such as one that makes fake tensors, which have no values
-            has_drawn = any(not torch.equal(new, old) for new, old in pairs)
-        if has_drawn:
-            set_random_state(state)
-        return has_drawn
-
     def rewind(self) -> None:
         """Takes the modes around back to where they stood at the call."""
         states = [state for state in self._modes if isinstance(state, _Seeded)]

@@ -13,7 +13,7 @@ reached and holds no tensor goes into a snapshot.
 import functools
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import optree
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from fmp import _compat, tree
 from fmp.errors import RematError
-from fmp.rematerialization.places import Made, Place, Rebuild, check_places
-from fmp.rematerialization.snapshot import OWN, Snapshot, names_set, undo
+from fmp.rematerialization.places import UNSET, Made, Place, Rebuild, check_places, computed_at_each_call
+from fmp.rematerialization.snapshot import OWN, Restored, Snapshot, names_set
 
 _ATOMS = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device, type, types.ModuleType)
-_NUMBERS = frozenset((bool, int, float, str, type(None)))
+_ATOM_TYPES = frozenset((*_ATOMS, bool))  # found faster than by isinstance
+_NO_CONTEXT = nullcontext()
 # The globals of these are their own business, and hold no tensors.
 _LIBRARIES = ("torch", "optree", "numpy", "fmp", "functools", "contextlib")
 
@@ -43,6 +44,7 @@ class Capture:
         count: How many there are.
         generators: The random generators that it can reach.
         snapshot: What else it can reach.
+        left: Where modules have set tensors when they were called last, as they always do.
     """
 
     def __init__(self, value: Any):
@@ -52,6 +54,10 @@ class Capture:
         self._slots: dict[int, int] = {}
         self._known: dict[int, tuple[Any, Rebuild | None]] = {}
         self._places: dict[int, list[Place]] = {}
+        self.left: list[Place] = []
+        self._left_tensors: list[Tensor] = []
+        self._computed: list[Place] = []
+        self._caches = _compat.parametrizations_are_cached()
         self.value: Any = value
         self._rebuild = self._visit(value)
         self._known.clear()
@@ -68,6 +74,22 @@ class Capture:
         """Makes the value anew around other tensors, one for each slot; `made` takes down what was made."""
         return self.value if self._rebuild is None else self._rebuild(tensors, made or Made())
 
+    def called(self, tensors: Sequence[Tensor], check_effects: bool = False) -> Any:
+        """Calls the value, a function with its arguments and keyword arguments, with other tensors.
+
+        Raises:
+            RematError: If it shall not leave tensors elsewhere than in its result, and has, naming where.
+        """
+        made = Made()
+        is_small = not (self._places or self._caches or _compat.parametrizations_are_cached())
+        with Restored(self.snapshot) if is_small else self.swapped(tensors, made):
+            function, args, kwargs = self.rebuilt(tensors, made)
+            result = function(*args, **kwargs)
+            if check_effects:
+                made.check()
+                self.snapshot.check()
+            return result
+
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor], made: Made | None = None) -> Iterator[None]:
         """Puts other tensors into the modules that the value can reach, and all else back to where it stood at first.
@@ -75,20 +97,37 @@ class Capture:
         Raises:
             RematError: If a module replaced one of them meanwhile, which would be lost.
         """
-        places = [place for places in self._places.values() for place in places]
+        places = self._all_places()
         before = [place.table[place.key] for place in places]
-        changes = self.snapshot.restore()
-        made = made or Made()
-        values = [place.rebuild(tensors, made) if place.rebuild else tensors[place.slot] for place in places]
-        for place, value in zip(places, values, strict=True):
-            place.table[place.key] = value
-        try:
-            yield
-            check_places(places, values)
-        finally:
-            for place, value in zip(places, before, strict=True):
+        with Restored(self.snapshot), self.cache():
+            made = made or Made()
+            values = [place.rebuild(tensors, made) if place.rebuild else tensors[place.slot] for place in places]
+            for place, value in zip(places, values, strict=True):
                 place.table[place.key] = value
-            undo(changes)
+            try:
+                yield
+                check_places(places, values)
+                self.left = [place for place in self._computed if place.table[place.key] is not UNSET]
+                self._left_tensors = [place.table[place.key] for place in self.left]
+            finally:
+                for place, value in zip(places, before, strict=True):
+                    place.table[place.key] = value
+
+    def cache(self) -> AbstractContextManager[Any]:
+        """Lets parametrized modules cache as at the call, but nothing that another call has computed."""
+        if self._caches or _compat.parametrizations_are_cached():
+            return _compat.parametrization_cache(self._caches)
+        return _NO_CONTEXT
+
+    def take_left(self) -> list[Tensor]:
+        """Hands out the tensors that modules have set when they were called last: one for each of `left`."""
+        tensors, self._left_tensors = self._left_tensors, []
+        return tensors
+
+    def leave(self, tensors: Sequence[Tensor]) -> None:
+        """Leaves tensors in modules where those have set them when they were called: one for each of `left`."""
+        for place, tensor in zip(self.left, tensors, strict=True):
+            place.table[place.key] = tensor
 
     def forget(self) -> None:
         """Lets go of the tensors; what is needed to make the value anew stays."""
@@ -98,7 +137,7 @@ class Capture:
 
     def name(self, slot: int) -> str:
         """Describes where a tensor was found."""
-        for place in [place for places in self._places.values() for place in places]:
+        for place in self._all_places():
             if place.slot == slot:
                 return f"the module's {place.name}"
         for path, leaf in tree.items(self.value):
@@ -112,32 +151,29 @@ class Capture:
         Raises:
             RematError: If one does not.
         """
-        places = [place for places in self._places.values() for place in places if place.rebuild is None]
-        check_places(places, [tensors[place.slot] for place in places])
+        if self._places:
+            places = [place for place in self._all_places() if place.rebuild is None]
+            check_places(places, [tensors[place.slot] for place in places])
 
-    def check_effects(self, made: Made) -> None:
-        """Refuses a call that has left tensors elsewhere than in its result.
-
-        Args:
-            made: What was made for the call.
-
-        Raises:
-            RematError: If it has, naming where.
-        """
-        made.check()
-        self.snapshot.check()
+    def _all_places(self) -> list[Place]:
+        return [place for places in self._places.values() for place in places]
 
     def _visit(self, value: Any) -> Rebuild | None:
         """Returns how to make a value anew; None for one that reaches no tensor and can stay as it is."""
+        kind = type(value)
+        if kind in _ATOM_TYPES:
+            return None
         if isinstance(value, Tensor):
             slot = self.add(value)
             return lambda tensors, made: tensors[slot]
-        if isinstance(value, _ATOMS):
-            return None
+        if kind is tuple:
+            return self._tuple(value)
         if id(value) in self._known:
             return self._known[id(value)][1]
-        if isinstance(value, types.FunctionType):
+        if kind is types.FunctionType:
             return self._function(value)
+        if isinstance(value, _ATOMS):
+            return None
         if isinstance(value, nn.Module):
             return self._module(value)
         if isinstance(value, torch.Generator):
@@ -148,11 +184,10 @@ class Capture:
             return self._method(value)
         if isinstance(value, functools.partial):
             return self._partial(value)
-        kind = type(value)
         if kind is dict and not value:
-            self.snapshot.note_container(value)
+            self.snapshot.note_empty(value)
             return None
-        return self._tuple(value) if kind is tuple else self._container(value)
+        return self._container(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> Rebuild | None:
         parts = [self._visit(item) for item in value]
@@ -209,22 +244,29 @@ class Capture:
                     "for a recomputation; use the module that it was made of"
                 )
             attributes = vars(part)
+            computed = computed_at_each_call(part)
             self._places[id(part)] = places = [
                 Place(table, key, f"{path}.{key}".removeprefix("."), self.add(tensor))
                 for table in (part._parameters, part._buffers, attributes)
                 for key, tensor in table.items()
-                if isinstance(tensor, Tensor)
+                if isinstance(tensor, Tensor) and key not in computed
             ]
             others: list[tuple[str, Any]] = []
             for key, value in attributes.items():
-                if key in OWN:
+                if key in OWN or (isinstance(value, Tensor) and key not in computed):
                     continue
-                if type(value) in _NUMBERS or not isinstance(value, Tensor):
-                    again = None if type(value) in _NUMBERS else self._visit(value)
-                    if again is None:
-                        others.append((key, value))
-                    else:
-                        places.append(Place(attributes, key, f"{path}.{key}".removeprefix("."), rebuild=again))
+                if key in computed:
+                    again = _constant(UNSET if isinstance(value, Tensor) else value)
+                else:
+                    again = self._visit(value)
+                if again is None:
+                    others.append((key, value))
+                else:
+                    name = f"{path}.{key}".removeprefix(".")
+                    places.append(Place(attributes, key, name, -1, again, key in computed))
+            self._computed += [
+                place for place in places if place.is_computed and isinstance(attributes[place.key], Tensor)
+            ]
             self.snapshot.note_module(part, path, others)
 
     def _function(self, function: types.FunctionType) -> Rebuild | None:
@@ -238,18 +280,20 @@ class Capture:
 
         # A function that can reach itself is always made anew.
         self._known[key] = (function, again)
-        closure = function.__closure__ or ()
+        closure, scope, code = function.__closure__ or (), function.__globals__, function.__code__
         in_cells = [self._visit(cell.cell_contents) if _is_full(cell) else None for cell in closure]
-        in_defaults = self._visit((function.__defaults__, function.__kwdefaults__))
-        in_globals = {name: part for name, value in _named_globals(function) if (part := self._visit(value))}
-        self._note_variables(function, in_cells, in_globals)
-        if not any((*in_cells, in_defaults, in_globals)):
+        given = function.__defaults__, function.__kwdefaults__
+        in_defaults = self._visit(given) if any(given) else None
+        names = () if _is_library(scope) else _names(code)
+        in_globals = {name: part for name in names if (part := self._visit(scope.get(name)))}
+        self._note_variables(function, names, in_cells, in_globals)
+        if not (in_defaults or in_globals or any(in_cells)):
             self._known[key] = (function, None)
             return None
         # None of these may hold on to a tensor that has a slot.
         cells = [None if part else cell for part, cell in zip(in_cells, closure, strict=True)]
-        defaults: Any = None if in_defaults else (function.__defaults__, function.__kwdefaults__)
-        code, scope, name = function.__code__, function.__globals__, function.__name__
+        defaults: Any = None if in_defaults else given
+        name = function.__name__
         attributes = {key: value for key, value in vars(function).items() if key != "__wrapped__"}
 
         def rebuild(tensors: Sequence[Tensor], made: Made) -> Any:
@@ -270,15 +314,20 @@ class Capture:
 
         return again
 
-    def _note_variables(self, function: types.FunctionType, in_cells: Sequence[Any], in_globals: Any) -> None:
-        code, scope, names = function.__code__, function.__globals__, names_set(function.__code__)
-        for name, cell, part in zip(code.co_freevars, function.__closure__ or (), in_cells, strict=True):
+    def _note_variables(
+        self, function: types.FunctionType, names: Sequence[str], in_cells: Sequence[Any], in_globals: Any
+    ) -> None:
+        scope, is_set = function.__globals__, names_set(function.__code__)
+        for name, cell, part in zip(function.__code__.co_freevars, function.__closure__ or (), in_cells, strict=True):
             if not part:
-                self.snapshot.note_cell(cell, name, name in names)
-        if not _is_library(scope):
-            for name in _names(code):
-                if (name in names and not in_globals) or (name in scope and name not in (*in_globals, *names)):
-                    self.snapshot.note_global(scope, name, name in names)
+                self.snapshot.note_cell(cell, name, name in is_set)
+        for name in names:
+            if (name in is_set and not in_globals) or (name in scope and name not in in_globals and name not in is_set):
+                self.snapshot.note_global(scope, name, name in is_set)
+
+
+def _constant(value: Any) -> Rebuild:
+    return lambda tensors, made: value
 
 
 def _is_full(cell: types.CellType) -> bool:
@@ -291,17 +340,6 @@ def _is_full(cell: types.CellType) -> bool:
 
 def _is_library(scope: dict[str, Any]) -> bool:
     return str(scope.get("__name__")).partition(".")[0] in _LIBRARIES
-
-
-def _named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the global variables that a function, or one defined inside of it, names, if they may hold tensors."""
-    scope = function.__globals__
-    if _is_library(scope):
-        return
-    for name in _names(function.__code__):
-        value = scope.get(name)
-        if value is not None and not isinstance(value, _ATOMS):
-            yield name, value
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,7 +33,10 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(region: Region, *operands: Tensor) -> tuple[Tensor, ...]:
         """Runs the region."""
-        return region.run(*operands)
+        tensors = region.run(*operands)
+        if _compat.forward_mode_active():  # which gives a result a tangent of the same layout, and writes to it
+            return tuple([tensor.clone() if _is_expanded(tensor) else tensor for tensor in tensors])
+        return tensors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -55,7 +58,8 @@ class Recomputed(torch.autograd.Function):
             linearize = functools.partial(_linearize, region, wanted, given)
             pullback = Pullback(linearize, len(operands), region.levels)
             all_operands = (*operands, *(cotangents[j] for j in given))
-            if _is_last_derivative(region.levels):
+            # A Function that is given batched gradients would not be recorded, without a word.
+            if _is_last_derivative(region.levels) or _compat.gradients_are_batched():
                 found = pullback.first(*map(_compat.unwrap_if_dead, all_operands))
             else:
                 found = invoke(pullback, all_operands, RecomputedPullback)
@@ -185,6 +189,8 @@ def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Te
     # torch takes composite functions apart by what requires grad. Where values are kept, that must not depend on what
     # is wanted now.
     at = wanted if region.tracked is None else sorted({*region.tracked, *wanted})
+    if not (torch.is_grad_enabled() or _compat.forward_mode_active()):
+        primals = tuple([primal.detach() for primal in primals])  # nothing else around records
     noted: list[Any] = []
     computed = _computed_again(region, primals, at, given)
 
@@ -194,7 +200,8 @@ def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Te
         return tensors
 
     vjp: Any = torch.func.vjp
-    vjp(note, *(primals[i] for i in at))
+    with _compat.without_batched_gradients(), torch.enable_grad():  # what some kernels keep depends on it
+        vjp(note, *(primals[i] for i in at))
     variables, tensors = noted
     variables = [variable for i, variable in zip(at, variables, strict=True) if i in wanted]
     reached = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -214,6 +221,11 @@ def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Te
         )
 
     return pull
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    sized = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
+    return any(step == 0 and size > 1 for size, step in sized)
 
 
 def _is_last_derivative(levels: tuple[Any, ...]) -> bool:

@@ -26,6 +26,9 @@ _HARMLESS = (
 )
 
 
+_WRAPPABLE = (torch.strided, torch.sparse_coo, torch.jagged)
+
+
 class Guard(TorchFunctionMode):
     """Raises when a torch function reads a tensor of a transform that is not in progress here.
 
@@ -34,16 +37,11 @@ class Guard(TorchFunctionMode):
     Args:
         levels: How many transforms are in progress around the call, but not here, if those that the function begins
             count from there.
-
-    Attributes:
-        has_seen_more: Whether the function has begun a transform.
     """
 
     def __init__(self, levels: int = 0):
         super().__init__()
-        self.has_seen_more = False
-        self._depth = len(_compat.transforms())
-        self._hidden = range(self._depth + 1, levels + 1)
+        self._hidden = range(len(_compat.transforms()) + 1, levels + 1)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Checks one call, then makes it."""
@@ -67,8 +65,22 @@ class Guard(TorchFunctionMode):
 
     def _is_tracked(self, tensor: Tensor) -> bool:
         kinds = _compat.transforms()
-        self.has_seen_more = self.has_seen_more or len(kinds) > self._depth
         return _compat.level_of(tensor) in self._hidden or _compat.belongs_to_ended_level(tensor, kinds)
+
+
+def check_layouts(capture: Capture) -> None:
+    """Refuses operands that torch.func cannot wrap: compressed sparse tensors, and nested ones that are not jagged.
+
+    Raises:
+        RematError: If there is one, naming it.
+    """
+    for slot, tensor in enumerate(capture.tensors):
+        if tensor.layout not in _WRAPPABLE or (tensor.is_nested and tensor.layout == torch.strided):
+            layout = "nested" if tensor.is_nested else tensor.layout
+            raise RematError(
+                f"remat: {capture.name(slot)} is {layout}, which no transform of torch.func can be given, with or "
+                "without remat; pass a dense or sparse COO tensor, or a nested one with layout=torch.jagged"
+            )
 
 
 def check_not_recorded(result: Any) -> None:
@@ -97,7 +109,10 @@ def check_not_written(before: Sequence[int | None], operands: Sequence[Tensor], 
     Raises:
         RematError: If there is one, naming it.
     """
-    for slot, (old, new) in enumerate(zip(before, versions(operands), strict=True)):
+    after = versions(operands)
+    if after == before:
+        return
+    for slot, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
             raise RematError(
                 f"remat: the function changed {capture.name(slot)}, {tree.describe(operands[slot])}, in place; "
@@ -152,6 +167,8 @@ class Determinism:
     def _compare_bits(self, path: str, old: Tensor, new: Tensor) -> None:
         if old.shape != new.shape:
             return  # mapped over in another way
+        if old.layout == torch.sparse_coo:
+            old, new = old.to_dense(), new.to_dense()
         same = (old == new) | ((old != old) & (new != new))
         if not bool(same.all()):
             place = tuple(int(index) for index in (~same).nonzero()[0])

@@ -2,9 +2,12 @@
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fmp import tree
 from fmp.errors import RematError
@@ -13,11 +16,14 @@ from fmp.rematerialization.snapshot import refuse_escaped
 # Makes a value anew around other tensors.
 Rebuild = Callable[[Sequence[Tensor], "Made"], Any]
 
+_OF_RNN = frozenset(("_flat_weights", "_flat_weight_refs"))
+
 
 class Place(NamedTuple):
     """Where a module keeps a tensor: one of its dictionaries, the key there, and the slot of the tensor.
 
     For an attribute that holds tensors, such as a list of them, `rebuild` makes it anew, and there is no slot.
+    `is_computed` says that the module sets it whenever it is called, without a look at what was there.
     """
 
     table: dict[str, Any]
@@ -25,6 +31,7 @@ class Place(NamedTuple):
     name: str
     slot: int = -1
     rebuild: Rebuild | None = None
+    is_computed: bool = False
 
 
 class Made:
@@ -69,8 +76,44 @@ def check_places(places: Sequence[Place], values: Sequence[Any]) -> None:
         RematError: If one does not.
     """
     for place, value in zip(places, values, strict=True):
-        if place.table.get(place.key) is not value:
+        if place.table.get(place.key) is not value and not place.is_computed:
             raise RematError(
                 f"remat: the function gave the module's {place.name} a new value, which a recomputation would do "
                 "twice; return the value instead, for example with fmp.functionalize(module).apply"
             )
+
+
+class Unset:
+    """Stands where a module will set a tensor; what reads it before raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Raises."""
+        cls._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @staticmethod
+    def _refuse() -> NoReturn:
+        raise RematError(
+            "remat: the function reads a weight that a hook sets when its module is called, such as that of "
+            "torch.nn.utils.weight_norm or prune, but does not call the module before; pass the weight as an argument"
+        )
+
+
+UNSET: Any = Unset()
+
+
+def computed_at_each_call(module: nn.Module) -> frozenset[str]:
+    """Lists the attributes of a module that torch sets whenever it is called."""
+    if isinstance(module, nn.RNNBase):
+        return _OF_RNN  # which notices when they are stale
+    hooks = module._forward_pre_hooks.values()
+    return frozenset(
+        [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)]
+        + [hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
+    )

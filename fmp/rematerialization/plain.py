@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fmp import _compat
 from fmp.ambient import Ambient, random_state, set_random_state
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.guards import DeterminismCheck, check_not_written, versions
@@ -51,17 +52,19 @@ def checkpointed(
         if is_first:
             is_first = False
             function, args, kwargs = capture.value
-            with kept.recording() if kept else nullcontext():
+            with kept.recording() if kept else nullcontext(), capture.cache():
                 return function(*args, **kwargs)
+        is_mapped = _compat.transform_active() or _compat.gradients_are_batched()
+        if kept is None and not is_mapped and ambient.is_here():
+            return capture.called(operands)
         with ExitStack() as stack:
-            if not ambient.is_here():
-                stack.enter_context(ambient.drawing_again())
-                stack.enter_context(ambient.entered(ambient.seeds, operands))
-            stack.enter_context(capture.swapped(operands))
+            # A mapping that began after the call maps the pulling back, but not the recomputation.
+            stack.enter_context(_compat.without_transforms())
+            stack.enter_context(ambient.drawing_again())
+            stack.enter_context(ambient.entered(ambient.seeds, operands))
             if kept:
                 stack.enter_context(kept.again())
-            function, args, kwargs = capture.rebuilt(operands)
-            return function(*args, **kwargs)
+            return capture.called(operands)
 
     try:
         result = checkpoint(
@@ -80,7 +83,8 @@ def checkpointed(
         raise
     capture.check_modules(capture.tensors)
     check_not_written(before, capture.tensors, capture)
-    ambient.settle()
+    if ambient.seeds:
+        ambient.settle()
     capture.snapshot.settle()
     capture.forget()
     return result

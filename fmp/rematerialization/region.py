@@ -18,6 +18,9 @@ from fmp import _compat, tree
 from fmp.errors import RematError
 from fmp.rematerialization.results import check_constants
 
+# What torch says of a change in place, within a transform, of a tensor that is not one of the transform's.
+_REFUSED = "would mutate a captured Tensor"
+
 
 class Source(NamedTuple):
     """Where a leaf of the result comes from."""
@@ -60,10 +63,11 @@ def tracked(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def first_at_a_level(call: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor], levels: int) -> Any:
-    """Calls a function where it draws what it will draw inside of a vjp.
+    """Calls a function where it runs the same operators, and draws the same numbers, as inside of a vjp.
 
-    Under any transform, torch fills a tensor with random numbers in the order of its entries; else, as by `dropout`, in
-    the order in which they lie in memory.
+    Under a reverse-mode transform, torch takes composite operators apart that `vmap` alone could not map. Under any, it
+    fills a tensor with random numbers in the order of its entries; else, as by `dropout`, in the order in which they
+    lie in memory.
 
     Args:
         call: The function.
@@ -72,7 +76,13 @@ def first_at_a_level(call: Callable[[Sequence[Tensor]], Any], operands: Sequence
     """
     depth = len(_compat.transforms())
     with _compat.levels_up_to(levels + 1):
-        result = call(operands)
+        try:
+            result = call(operands)
+        except RuntimeError as error:
+            if _REFUSED not in str(error):
+                raise
+            call([_compat.wrapped_above(operand, depth) for operand in operands])  # is not refused, so it counts
+            raise
     return tree.map(lambda leaf: _compat.unwrapped_to(leaf, depth) if isinstance(leaf, Tensor) else leaf, result)
 
 
@@ -122,7 +132,8 @@ class Region:
                     tensors.append(leaf)
                 sources.append(Source("tensor", place_of_tensor[id(leaf)]))
         self.plan = Plan(spec, tuple(sources), tuple(map(differentiable, tensors)))
-        return tuple(tensors) or (torch.empty(0),)  # a Function must return something
+        # A Function must return something; what is no floating point number needs no tangent.
+        return tuple(tensors) or (torch.empty(0, dtype=torch.int64),)
 
     def tensors_again(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Computes the result once more; returns the tensors that `run` returned."""

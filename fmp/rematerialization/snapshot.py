@@ -60,6 +60,10 @@ class Snapshot:
         for table in (attributes, module._parameters, module._buffers):
             self._tables.append((table, frozenset(table) if table else _NOTHING, path))
 
+    def note_empty(self, container: Any) -> None:
+        """Notes that a dictionary is empty."""
+        self._containers.append((container, {}))
+
     def note_container(self, container: Any) -> None:
         """Notes what a list or dictionary that holds no tensor holds, and the ones inside of it."""
         for each in _nested(container):
@@ -112,8 +116,25 @@ class Snapshot:
                         _refuse_new(value, None, f"a {type(container).__name__}")
 
 
-def undo(changes: Undo) -> None:
-    """Puts back what `Snapshot.restore` has replaced."""
+class Restored:
+    """Reads as it stood at the call what a snapshot has noted, inside; afterwards as it stands now.
+
+    Args:
+        snapshot: The snapshot.
+    """
+
+    def __init__(self, snapshot: Snapshot):
+        self._snapshot = snapshot
+        self._changes: Undo = []
+
+    def __enter__(self) -> None:
+        self._changes = self._snapshot.restore()
+
+    def __exit__(self, *error: object) -> None:
+        _undo(self._changes)
+
+
+def _undo(changes: Undo) -> None:
     for place, key, value in changes:
         if isinstance(place, types.CellType):
             if value is _MISSING:
@@ -193,6 +214,8 @@ def _copied(container: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
+    if not one and not other:
+        return True
     if len(one) != len(other) or (isinstance(one, dict) and not all(map(operator.is_, one, other))):
         return False
     return all(map(operator.is_, _values(one), _values(other)))

@@ -19,7 +19,7 @@ from fmp.ambient import Ambient
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.compiled import passes_of, traced
 from fmp.rematerialization.function import invoke
-from fmp.rematerialization.guards import Determinism, DeterminismCheck
+from fmp.rematerialization.guards import Determinism, DeterminismCheck, check_layouts
 from fmp.rematerialization.plain import HooksRefused, checkpointed
 from fmp.rematerialization.recording import Kept
 from fmp.rematerialization.results import is_unfinished, unchangeable
@@ -63,11 +63,11 @@ def remat(
 
     Without a transform this is `torch.utils.checkpoint`, which stops recomputing where nothing more is needed; under a
     transform the whole function runs again. A tensor that is used several times inside and outside of the function
-    may there get a gradient that differs in the last bit, since the uses inside are added up first. Inside of a module
-    that is applied with a seed, and with `determinism_check="bitwise"`, it works as under a transform. There torch adds
-    up some linear layers in another order, and fills what is not contiguous with random numbers in another order. A
-    function that draws from torch's generators runs once more in the first pass. Nested forward mode runs the function
-    as it is.
+    may there get a gradient that differs in the last bit, since the uses inside are added up first. So may one for
+    which torch has another formula if `torch.func.grad` records it, as of layer norm. Inside of a module that is
+    applied with a seed, and with `determinism_check="bitwise"`, it works as under a transform. There torch adds up some
+    linear layers in another order, and fills what is not contiguous with random numbers in another order. Nested
+    forward mode runs the function as it is.
 
     With `torch.compile`, put `remat` inside of a compiled loss that is differentiated outside, or around compiled
     blocks. In a transform that is compiled too, as in a whole train step, the function runs as it is: there the
@@ -75,7 +75,7 @@ def remat(
     none. It traces the function once, so that side effects happen once, and nothing is checked or shown there.
 
     Args:
-        fn: Any function, or an `nn.Module`. Without it, remat returns a decorator.
+        fn: Any function, an `nn.Module`, or a static or class method. Without it, remat returns a decorator.
         saveable: What to keep all the same; one of `fmp.saveable`, or a function `(op, args) -> bool`.
         preserve_rng_state: Whether the recomputation draws the same random numbers from torch's generators.
         determinism_check: What must be the same the second time: "default" shapes, dtypes and devices, "bitwise" also
@@ -111,6 +111,9 @@ def remat(
     if fn is None:
         options: dict[str, Any] = {"saveable": saveable, "preserve_rng_state": preserve_rng_state}
         return functools.partial(remat, **options, determinism_check=determinism_check, debug=debug)
+    if isinstance(fn, staticmethod | classmethod):
+        kind: Any = type(fn)
+        return kind(remat(fn.__func__, saveable, preserve_rng_state, determinism_check, debug))
     if not callable(fn):
         raise TypeError(f"remat transforms a function, got {fn!r}")
     if is_unfinished(fn):
@@ -150,6 +153,7 @@ def remat(
 def _under_transforms(
     capture: Capture, preserve_rng_state: bool, determinism_check: DeterminismCheck, debug: bool, kept: Kept | None
 ) -> Any:
+    check_layouts(capture)
     ambient = Ambient(capture.tensors, capture.generators, preserve_rng_state)
     operands = [*capture.tensors, *ambient.seeds]
     if not operands:
@@ -158,6 +162,9 @@ def _under_transforms(
     call = UserCall(capture, ambient, Determinism(determinism_check), kept, _compat.transforms(), debug)
     result = unchangeable(invoke(call, operands), operands)
     ambient.settle(call.draws)
+    if capture.left:
+        result, left = result
+        capture.leave(left)
     capture.forget()
     return result
 

@@ -14,7 +14,6 @@ from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.guards import Determinism, Guard, check_not_recorded, check_not_written, versions
 from fmp.rematerialization.op_trace import OpTrace, compared
-from fmp.rematerialization.places import Made
 from fmp.rematerialization.recording import Kept
 from fmp.rematerialization.region import Region, first_at_a_level, tracked
 from fmp.rematerialization.saveable import nothing
@@ -58,13 +57,14 @@ class UserCall(Region):
         detached = [operand.detach() for operand in operands]
         call = self.call if self._trace is None else functools.partial(self._traced_call, self._trace)
         levels = len(self.levels)
-        if self._kept is not None:
-            result, _ = self._guarded(self._kept.first, call, detached, Guard(levels), self.tracked or (), levels)
-        else:
-            result, guard = self._guarded(lambda call, operands: call(operands), call, detached, Guard())
-            # Of what a function does with random numbers, or with transforms of its own, the level is a part.
-            if self._ambient.rewound() or guard.has_seen_more:
-                result, _ = self._guarded(first_at_a_level, call, detached, Guard(levels), levels)
+        try:
+            if self._kept is not None:
+                result = self._guarded(self._kept.first, call, detached, Guard(levels), self.tracked or (), levels)
+            else:
+                result = self._guarded(first_at_a_level, call, detached, Guard(levels), levels)
+        except RuntimeError:
+            check_not_written(before, operands, self._capture)  # says which
+            raise
         check_not_written(before, operands, self._capture)
         check_not_recorded(result)
         self._determinism.note(result)
@@ -74,11 +74,11 @@ class UserCall(Region):
 
     def _guarded(
         self, run: Callable[..., Any], call: Callable[..., Any], operands: list[Tensor], guard: Guard, *args: Any
-    ) -> tuple[Any, Guard]:
+    ) -> Any:
         with torch.enable_grad(), self._ambient.entered(self._seeds(operands), operands, guard) as forks:
             result = run(call, operands, *args)
             self.draws = self._ambient.drawn(forks)
-        return result, guard
+        return result
 
     def again(self, *operands: Tensor) -> Any:
         """Calls the function once more, with everything around it as it was."""
@@ -96,13 +96,9 @@ class UserCall(Region):
 
     def call(self, operands: Sequence[Tensor]) -> Any:
         """Calls the function with other tensors in place of those that it reaches."""
-        made = Made()
-        with self._capture.swapped(operands, made):
-            function, args, kwargs = self._capture.rebuilt(operands, made)
-            result = function(*args, **kwargs)
-            if self.plan is None:
-                self._capture.check_effects(made)
-            return result
+        result = self._capture.called(operands, check_effects=self.plan is None)
+        left = self._capture.take_left()
+        return (result, left) if left else result
 
     def _traced_call(self, trace: OpTrace, operands: Sequence[Tensor]) -> Any:
         with trace:

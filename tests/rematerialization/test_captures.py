@@ -232,6 +232,18 @@ def test_plain_attributes_of_a_module_get_their_gradient():
     module.scale = W
 
 
+@pytest.mark.parametrize("how", [lambda f: grad(f)(X), lambda f: vmap(grad(f))(torch.stack([X, X]))])
+def test_a_tensor_without_a_gradient_has_its_memory_in_both_passes(how):
+    held, seen = torch.ones(4), []
+
+    def kernel(x):
+        seen.append(held.data_ptr())
+        return (x * held).sin().sum()
+
+    how(fmp.remat(kernel))
+    assert seen == [held.data_ptr()] * 2
+
+
 def test_unused_parameters_get_no_zeros():
     class Big(nn.Module):
         def __init__(self):

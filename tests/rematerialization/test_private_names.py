@@ -3,6 +3,7 @@
 import torch
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmp import _compat
@@ -132,3 +133,50 @@ def test_transforms_that_do_nothing():
     assert _compat.transforms() == ()
     assert _compat.level_of(y) < 1
     assert not _compat.wrapped_by_transform(_compat.unwrapped_to(y, 0))
+
+
+def test_batched_gradients_and_transforms_are_suspended():
+    seen = []
+
+    class Looking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, *grads):
+            seen.append(_compat.gradients_are_batched())
+            with _compat.without_transforms():
+                seen.append(_compat.gradients_are_batched() or _compat.transform_active())
+                torch.rand(1)
+            seen.append(_compat.gradients_are_batched() or _compat.transform_active())
+            return grads[0]
+
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(Looking.apply(x), x, torch.ones(2, 2, 3), is_grads_batched=True)
+    y: torch.Tensor = Looking.apply(x)  # pyright: ignore[reportAssignmentType]
+    vmap(lambda row: torch.autograd.grad(y, x, row)[0])(torch.ones(2, 2, 3))
+    assert seen == [True, False, True, False, False, True]
+    assert not _compat.gradients_are_batched()
+
+
+def test_the_cache_of_parametrizations():
+    linear = parametrizations.weight_norm(torch.nn.Linear(3, 3))
+    assert not _compat.parametrizations_are_cached()
+    with parametrize.cached():
+        weight = linear.weight
+        assert _compat.parametrizations_are_cached()
+        with _compat.parametrization_cache(True):
+            assert linear.weight is not weight
+            assert linear.weight is linear.weight
+        with _compat.parametrization_cache(False):
+            assert linear.weight is not linear.weight
+        assert linear.weight is weight
+
+
+def test_tensors_of_transforms_that_do_nothing():
+    with _compat.levels_up_to(2):
+        wrapped = _compat.wrapped_above(X, 0)
+        assert _compat.level_of(wrapped) == 2
+        wrapped.add_(0)  # refused for a tensor of none
+        assert _compat.unwrapped_to(wrapped, 0) is X

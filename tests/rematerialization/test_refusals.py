@@ -208,6 +208,31 @@ def test_bad_arguments(call, error, message):
         call()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (lambda: torch.eye(4).to_sparse_csr(), "torch.sparse_csr"),
+        (lambda: torch.eye(4).to_sparse_bsr((2, 2)), "torch.sparse_bsr"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(3, 2)]), "nested"),
+    ],
+)
+def test_a_layout_that_transforms_cannot_wrap(make, layout):
+    held = make()
+    for f in (fmp.remat(lambda x, held: x.sin()), fmp.remat(lambda x, held: x.sin(), saveable=fmp.saveable.dots)):
+        with pytest.raises(fmp.RematError, match=rf"its argument 1 is {layout}, which no transform"):
+            grad(lambda x, f=f: f(x, held).sum())(X)
+        assert plainly(lambda x, f=f: f(x, held)).shape == (4,)
+
+
+def test_sparse_coo_operands():
+    held = torch.eye(4).to_sparse()
+    for check in ("default", "bitwise"):
+        f = fmp.remat(lambda x, held: ((held @ x[:, None]).sin().sum(), held), determinism_check=check)
+        assert torch.equal(grad(lambda x, f=f: f(x, held)[0])(X), torch.cos(X))
+
+
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("saveable", [fmp.saveable.nothing, fmp.saveable.dots], ids=["nothing", "dots"])
 @pytest.mark.parametrize("depth", [1, 2])

@@ -1,5 +1,6 @@
 """What every test runs under: one thread, bounded hypothesis, no leftovers of the compiler, strict dtype promotion."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.torch.jit.:DeprecationWarning")
     # Dynamo instantiates torch.autograd.Function when it traces one.
     config.addinivalue_line("filterwarnings", "ignore:.*Function.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """Hides what the tests before have left on the heap, through which each `gc.collect()` would have to walk."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,10 @@
 """The classifier example: Apex's command line, equal accuracy at every opt level, and a resume that is bit-exact."""
 
+import hashlib
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -48,9 +50,13 @@ def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
 
 
-def saved(path: Path) -> dict[str, bytes]:
+def saved(path: Path) -> dict[str, str]:
+    """Returns digests of the tensors of a checkpoint; pytest takes minutes to show how long bytes differ."""
     tensors = safetensors.torch.load_file(path)
-    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    return {
+        name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+    }
 
 
 def top1(output: str) -> float:
@@ -122,21 +128,18 @@ def test_it_prints_the_lines_of_apex_and_learns(tmp_path, classify):
         ["--opt-level", "O3", "--keep-batchnorm-fp32", "True", "--deterministic"],
     ],
 )
-def test_a_run_that_is_killed_and_resumed_ends_bit_identical(tmp_path, classify, monkeypatch, capsys, arguments):
-    whole = classify(tmp_path / "whole", *TINY, *arguments)
+def test_a_run_that_is_killed_and_resumed_ends_bit_identical(tmp_path, classify, monkeypatch, arguments):
     save = fmp.checkpoint.save
+    checkpoint = tmp_path / "killed.fmp"
 
-    def save_and_die(state, path):
+    def save_and_copy(state, path):
         save(state, path)
-        raise KeyboardInterrupt
+        if not checkpoint.exists():
+            shutil.copy(path, checkpoint)
 
     # The checkpoint of the first epoch is what a run leaves that is killed in the second.
-    monkeypatch.setattr(fmp.checkpoint, "save", save_and_die)
-    with pytest.raises(KeyboardInterrupt):
-        classify(tmp_path / "killed", *TINY, *arguments)
-    monkeypatch.setattr(fmp.checkpoint, "save", save)
-    capsys.readouterr()
-    checkpoint = tmp_path / "killed" / "checkpoint.fmp"
+    monkeypatch.setattr(fmp.checkpoint, "save", save_and_copy)
+    whole = classify(tmp_path / "whole", *TINY, *arguments)
 
     resumed = classify(tmp_path / "resumed", *TINY, *arguments, "--resume", str(checkpoint))
     assert "(epoch 1)" in resumed
@@ -152,10 +155,9 @@ def test_a_run_that_is_killed_and_resumed_ends_bit_identical(tmp_path, classify,
     assert not (tmp_path / "evaluated").exists()
 
 
-def test_every_level_comes_near_the_accuracy_of_float32(tmp_path):
-    run = start(tmp_path, "--compare", "--epochs", "4", "--width", "3", "-b", "50")
-    assert run.returncode == 0, run.stderr
-    header, *rows = [line.split() for line in run.stdout.splitlines()]
+def test_every_level_comes_near_the_accuracy_of_float32(tmp_path, classify):
+    output = classify(tmp_path, "--compare", "--epochs", "2", "--width", "4", "-b", "50")
+    header, *rows = [line.split() for line in output.splitlines()]
     assert header[:3] == ["level", "half", "Prec@1"]
     assert [row[:2] for row in rows] == [
         ["O0", "f32"],

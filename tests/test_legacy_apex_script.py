@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,39 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPT = EXAMPLES / "legacy_apex_script.py"
 
 
-def train(out: Path, *arguments: str) -> list[tuple[float, float]]:
+def start(out: Path, *arguments: str) -> list[tuple[float, float]]:
     """Runs the script in a process of its own; returns loss and accuracy by epoch."""
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), *arguments, "--output", str(out)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
-    return [(float(loss), float(right)) for loss, right in re.findall(r"loss ([\d.]+)  accuracy ([\d.]+)", run.stdout)]
+    return epochs_of(run.stdout)
+
+
+def epochs_of(output: str) -> list[tuple[float, float]]:
+    return [(float(loss), float(right)) for loss, right in re.findall(r"loss ([\d.]+)  accuracy ([\d.]+)", output)]
+
+
+@pytest.fixture
+def train(monkeypatch, capsys) -> Callable[..., list[tuple[float, float]]]:
+    """Runs the script in this process; returns loss and accuracy by epoch."""
+
+    def run(out: Path, *arguments: str) -> list[tuple[float, float]]:
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments, "--output", str(out)])
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        finally:
+            amp.shutdown()
+        return epochs_of(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def in_float32(tmp_path_factory) -> tuple[list[tuple[float, float]], Path]:
     out = tmp_path_factory.mktemp("O0")
-    return train(out, "--opt-level", "O0", "--epochs", "2"), out / "checkpoint.pt"
+    return start(out, "--opt-level", "O0", "--epochs", "2"), out / "checkpoint.pt"
 
 
 def test_only_the_import_of_amp_is_ours():
@@ -75,7 +96,7 @@ def test_in_o0_it_equals_a_plain_loop(in_float32, monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_in_half_the_loss_falls_as_in_float32(tmp_path, in_float32, level):
+def test_in_half_the_loss_falls_as_in_float32(tmp_path, train, in_float32, level):
     epochs = train(tmp_path, "--opt-level", level, "--epochs", "2")
     (first, _), (last, accuracy) = epochs
     (expected_first, _), (expected_last, expected_accuracy) = in_float32[0]
@@ -85,7 +106,7 @@ def test_in_half_the_loss_falls_as_in_float32(tmp_path, in_float32, level):
     assert accuracy == pytest.approx(expected_accuracy, abs=2.0)
 
 
-def test_it_resumes_with_its_loss_scale(tmp_path):
+def test_it_resumes_with_its_loss_scale(tmp_path, train):
     ((first, _),) = train(tmp_path / "first", "--opt-level", "O2", "--loss-scale", "dynamic", "--epochs", "1")
     saved = torch.load(tmp_path / "first" / "checkpoint.pt")
     scaler = saved["amp"]["loss_scaler0"]

@@ -11,6 +11,7 @@ import optree
 import optree.registry
 import torch
 import torch.utils._pytree as torch_pytree
+from torch._C._dynamo import eval_frame as _eval_frame  # pyright: ignore[reportMissingModuleSource]
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
@@ -100,6 +101,18 @@ def constant_while_tracing(fn: T) -> T:
     `torch.compiler.assume_constant_result` does the same, but loads the whole compiler to do it.
     """
     fn._dynamo_marked_constant = True  # pyright: ignore[reportAttributeAccessIssue]
+    return fn
+
+
+_SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+
+
+def never_traced(fn: T) -> T:
+    """Hides a function, and what it calls, from torch.compile: it runs as it is, below compiled code, too.
+
+    `torch.compiler.disable` does the same, but loads the whole compiler to do it.
+    """
+    _eval_frame.set_code_exec_strategy(cast(Any, fn).__code__, _SKIPPED)
     return fn
 
 
@@ -242,6 +255,29 @@ VMAP: Any = _functorch.TransformType.Vmap
 JVP: Any = _functorch.TransformType.Jvp
 
 
+_NO_VALUES = torch.empty(0)
+
+
+def mappings() -> tuple[tuple[int, torch.Tensor], ...]:
+    """Takes note of the `vmap`s in progress: for each, which transform it is from 0, and what ends together with it."""
+    return tuple(
+        [(level, _functorch._wrap_for_grad(_NO_VALUES, level + 1)) for level, kind in enumerate(transforms()) if kind == VMAP]
+    )
+
+
+def mapped_again(noted: tuple[tuple[int, torch.Tensor], ...]) -> frozenset[int]:
+    """Finds the `vmap`s that were in progress at another time among the transforms in progress, counted from 0.
+
+    Args:
+        noted: What `mappings` returned then. Where that was inside of the vmap rule of a torch.autograd.Function, these
+            have ended, and torch has begun others in their place before it called the backward pass or jvp.
+    """
+    ended = sum([_functorch.is_dead_tensor_wrapper(mark) for _, mark in noted])
+    depth = len(transforms())
+    still = [level for level, mark in noted if not _functorch.is_dead_tensor_wrapper(mark)]
+    return frozenset((*still, *range(depth - ended, depth)))
+
+
 @constant_while_tracing
 def tracing_a_transform() -> bool:
     """Says whether a torch.func transform is in progress, while torch.compile traces."""
@@ -255,6 +291,17 @@ is_zero_tensor: Any = cast(Any, torch.Tensor)._is_zerotensor
 def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
     """Takes the wrappers of finished torch.func transforms off a tensor."""
     return _functorch.unwrap_if_dead(tensor)
+
+
+def ended_twice(tensor: torch.Tensor) -> bool:
+    """Says whether a tensor bears the wrappers of two finished transforms, of which torch can take off only one."""
+    is_dead: Any = _functorch.is_dead_tensor_wrapper
+    return is_dead(tensor) and is_dead(_functorch.get_unwrapped(tensor))
+
+
+def unwrap_in_place(tensor: torch.Tensor) -> None:
+    """Lets a tensor of transforms be the one below them all, for whoever holds it."""
+    cast(Any, torch._C)._swap_tensor_impl(tensor, below_transforms(tensor).detach())
 
 
 def below_transforms(tensor: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,10 @@ def _entry(path: str, value: Any) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
         # A distributed or otherwise wrapped tensor would lose what its class adds.
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
-            raise TypeError(f"{_named(path)} is a {type(value).__name__} of layout {value.layout}, not a plain tensor")
+            raise TypeError(
+                f"{_named(path)} is a {type(value).__name__} of layout {value.layout}, not a plain tensor; compressed "
+                "weights are saved by fmp.df11.save"
+            )
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if value is None or type(value) in (bool, int, float, str):
         return {"value": encode(value)}

@@ -2,15 +2,17 @@
 
 import contextlib
 import contextvars
-import dataclasses
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 T = TypeVar("T")
-Key = tuple[int, int]
+Key = tuple[int, ...]
+Parts = tuple[torch.Tensor, ...]
 
 
 @contextlib.contextmanager
@@ -50,39 +52,52 @@ def decode_ahead(tensors: int = 1) -> Iterator[None]:
     if tensors < 1:
         raise ValueError(f"tensors must be at least 1, got {tensors}")
     thread = ThreadPoolExecutor(1, thread_name_prefix="fmp-df11")
-    before = _current.set(_Ahead(thread, tensors))
+    ahead = _Ahead(thread, tensors)
+    before = _current.set(ahead)
     try:
         yield
     finally:
         _current.reset(before)
-        thread.shutdown(cancel_futures=True)
+        ahead.end()
 
 
-def ahead_of_time(decode: Callable[[], T], parts: tuple[torch.Tensor, ...]) -> T:
-    """Calls `decode()`, or takes the result from a thread that has called it before.
+def ahead_of_time(decode: Callable[[Parts], T], parts: Parts, shape: torch.Size) -> T:
+    """Returns `decode(parts)`, or what a thread has made of them before.
 
     Args:
-        decode: Decodes one weight. Every result is new.
-        parts: What it reads; the last one has memory of its own.
+        decode: Decodes one weight into new memory.
+        parts: What it reads.
+        shape: The shape of the result.
     """
     ahead = _current.get()
-    return decode() if ahead is None else ahead.decoded(_Use(decode, parts))
+    return decode(parts) if ahead is None else ahead.decoded(decode, parts, shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Use(Generic[T]):
-    """One use of a weight. It holds the parts, so that no other weight can have their addresses."""
+class _Place(NamedTuple):
+    """Where a part lies. It does not keep the part alive."""
 
-    decode: Callable[[], T]
-    parts: tuple[torch.Tensor, ...]
+    storage: weakref.ref[torch.UntypedStorage]
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
 
-    @property
-    def key(self) -> Key:
-        return self.parts[-1].data_ptr(), self.parts[-1].numel()
+    def part(self) -> torch.Tensor | None:
+        """Finds the part, or None if its weight is gone."""
+        storage = self.storage()
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.shape, self.stride
+        )
 
-    @property
-    def versions(self) -> list[int]:
-        return [part._version for part in self.parts]
+
+class _Use(NamedTuple):
+    """How a weight was last decoded, and how often its parts had been written to."""
+
+    decode: Callable[[Parts], Any]
+    places: list[_Place]
+    versions: list[int]
 
 
 class _Begun(NamedTuple):
@@ -94,47 +109,77 @@ class _Ahead:
     """Remembers in which order weights were used, and has the next ones decoded in a thread."""
 
     def __init__(self, thread: ThreadPoolExecutor, most: int):
-        self._thread, self._most = thread, most
+        self._thread, self._most, self._process = thread, most, os.getpid()
         self._begun: dict[Key, _Begun] = {}
-        self._after: dict[tuple[Key | None, Key | None], Key] = {}
-        self._last: tuple[Key | None, Key | None] = (None, None)
-        self._uses: dict[Key, tuple[int, _Use[Any]]] = {}  # the longest unused first
-        self._count = 0
+        self._uses: dict[Key, _Use] = {}
+        self._after: dict[tuple[Key, Key], Key] = {}
+        self._last: tuple[Key, Key] = (), ()
+        self._swept = 0
 
-    def decoded(self, use: _Use[T]) -> T:
-        begun = self._begun.pop(use.key, None)
-        self._note(use)
-        # What waits for the thread is done here at once; a part that was written to since makes the result another's.
+    def decoded(self, decode: Callable[[Parts], T], parts: Parts, shape: torch.Size) -> T:
+        if os.getpid() != self._process:  # a fork has no threads
+            return decode(parts)
+        key = (*[part.data_ptr() for part in parts], *shape)
+        use = _Use(decode, [_place(part) for part in parts], [_version(part) for part in parts])
+        begun = self._begun.pop(key, None)
+        self._after[self._last] = key
+        self._last, self._uses[key] = (self._last[1], key), use
+        self._sweep()
+        # What still waits for the thread is done here at once. A part that was written to since is another weight.
         if begun is None or begun.future.cancel() or begun.versions != use.versions:
             self._begin()
-            return use.decode()
+            return decode(parts)
         result = begun.future.result()
         self._begin()
         return result
 
-    def _note(self, use: _Use[Any]) -> None:
-        self._after[self._last] = use.key
-        self._last = self._last[1], use.key
-        self._uses.pop(use.key, None)
-        self._uses[use.key] = self._count, use
-        self._count += 1
-        # A weight that is gone is not used any more, while a step uses each of its own about twice.
-        oldest, (when, _) = next(iter(self._uses.items()))
-        if when < self._count - 4 * len(self._uses):
-            del self._uses[oldest]
-            self._begun.pop(oldest, None)
-            self._after = {pair: key for pair, key in self._after.items() if oldest not in (*pair, key)}
+    def end(self) -> None:
+        """Ends the thread; whoever still has the context decodes by himself."""
+        self._most = 0
+        if os.getpid() == self._process:
+            self._thread.shutdown(cancel_futures=True)
 
     def _begin(self) -> None:
+        """Begins what is expected next, and drops what is not."""
+        expected: dict[Key, _Begun] = {}
         pair = self._last
         for _ in range(self._most):
             key = self._after.get(pair)
-            if key is None:
-                return
-            if key not in self._begun:
-                use = self._uses[key][1]
-                self._begun[key] = _Begun(use.versions, self._thread.submit(use.decode))
+            use = None if key is None else self._uses.get(key)
+            if key is None or use is None:
+                break
+            if key not in expected:
+                begun = self._begun.pop(key, None) or self._submitted(use)
+                if begun is not None:
+                    expected[key] = begun
             pair = pair[1], key
+        for begun in self._begun.values():
+            begun.future.cancel()
+        self._begun = expected
+
+    def _submitted(self, use: _Use) -> _Begun | None:
+        parts = [part for place in use.places if (part := place.part()) is not None]
+        if len(parts) < len(use.places):
+            return None
+        return _Begun(use.versions, self._thread.submit(use.decode, tuple(parts)))
+
+    def _sweep(self) -> None:
+        """Forgets weights that are gone, each time that the number of known ones has doubled."""
+        if len(self._uses) <= self._swept:
+            return
+        gone = {key for key, use in self._uses.items() if any(place.storage() is None for place in use.places)}
+        self._uses = {key: use for key, use in self._uses.items() if key not in gone}
+        self._after = {pair: key for pair, key in self._after.items() if gone.isdisjoint((*pair, key))}
+        self._swept = 2 * len(self._uses) + 16
+
+
+def _place(part: torch.Tensor) -> _Place:
+    storage = weakref.ref(part.untyped_storage())
+    return _Place(storage, part.dtype, int(part.storage_offset()), part.shape, part.stride())
+
+
+def _version(part: torch.Tensor) -> int:
+    return 0 if part.is_inference() else part._version  # inference tensors have none
 
 
 _current: contextvars.ContextVar[_Ahead | None] = contextvars.ContextVar("decode_ahead", default=None)

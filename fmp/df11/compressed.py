@@ -11,6 +11,10 @@ from fmp import _compat, tree
 from fmp.df11 import codec
 from fmp.df11.ahead import ahead_of_time
 from fmp.df11.layout import Encoded
+from fmp.kernels import df11 as kernels, launch
+
+# The parts of compressed numbers as numpy has them.
+_DTYPES = (np.uint8, np.uint64, np.uint16, np.int64, np.uint8)
 
 
 @tree.dataclass
@@ -214,15 +218,18 @@ def _decode(
 ) -> torch.Tensor:
     if sign_mantissa.numel() != torch.Size(shape).numel():
         raise ValueError(f"{sign_mantissa.numel()} compressed numbers do not have the shape {list(shape)}")
-    parts, threads = (code_lengths, stream, chunk_bits, group_starts, sign_mantissa), torch.get_num_threads()
-    dtypes = (np.uint8, np.uint64, np.uint16, np.int64, np.uint8)
+    parts = (code_lengths, stream, chunk_bits, group_starts, sign_mantissa)
+    threads, device = torch.get_num_threads(), sign_mantissa.device
 
-    def decode() -> torch.Tensor:
-        encoded = Encoded(*[_array(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)])
+    if sign_mantissa.is_cuda and launch.missing(device) is None:
+        return kernels.restore(parts).reshape(shape)
+
+    def decode(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        encoded = Encoded(*[_array(part, dtype) for part, dtype in zip(parts, _DTYPES, strict=True)])
         bits = codec.decode(encoded, threads=threads)
-        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(shape).to(sign_mantissa.device)
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(shape).to(device)
 
-    return ahead_of_time(decode, parts)
+    return ahead_of_time(decode, parts, torch.Size(shape))
 
 
 @_decode.register_fake

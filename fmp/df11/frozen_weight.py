@@ -17,6 +17,8 @@ _SAME = frozenset((_aten.detach.default, _aten.alias.default, _aten.lift_fresh.d
 # So has that of these, but for views: of one that has gaps, a copy has none.
 _COPIES = frozenset((_aten.clone.default, _aten._to_copy.default))
 _FORMATS = frozenset((None, torch.preserve_format, torch.contiguous_format))
+# A view by one of these is not the same view in the next call of a compiled function.
+_VARIABLE = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 # These show a tensor with another sign, by a flag that only a plain one can have.
 _FLAGS = frozenset((_aten._neg_view.default, _aten._conj.default))
 
@@ -27,9 +29,11 @@ class Holder:
 
     Attributes:
         node: The compressed values.
+        storage: What torch takes for their memory: nothing.
     """
 
     node: CompressedTensor
+    storage: torch.UntypedStorage = dataclasses.field(default_factory=lambda: torch.UntypedStorage(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +68,14 @@ class FrozenWeight(torch.Tensor):
     else, are those of the bf16 weight, under every `torch.func` transform and `torch.compile` (where the compiler
     decides how long a decoded weight lives).
 
-    Views (`weight.T`, `weight.chunk(3)`) are compressed, too, and decoded where they are used; so are clones, deep
-    copies, and what `.to(device)` returns. All else that is computed from it is a plain tensor: `.float()` is, and
+    Views (`weight.T`, `weight.chunk(3)`) are compressed, too, and decoded where they are used; so are clones, copies,
+    and what `.to(device)` returns. All else that is computed from it is a plain tensor: `.float()` is, and
     `fmp.df11.decompress(weight)` gives a bf16 one. Pickle and `torch.save` write the decoded weight, as a plain tensor;
     `fmp.df11.save` writes the compressed one.
 
     It cannot be changed in place, except by `copy_` as a whole, as `load_state_dict` does; what is copied into it is
-    compressed.
+    compressed. `module.float()` makes it a plain parameter. Code that takes its memory from C++, such as TorchScript
+    when it writes a file, finds none: give it decompressed weights.
 
     Args:
         node: The compressed values.
@@ -113,6 +118,7 @@ class FrozenWeight(torch.Tensor):
         return tensor
 
     @classmethod
+    @_compat.never_traced
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -128,7 +134,7 @@ class FrozenWeight(torch.Tensor):
             if func in _FLAGS:
                 with torch.inference_mode(first.is_inference()):
                     return func(first.decompress())
-            if func.is_view and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
+            if func.is_view and not any(isinstance(leaf, _VARIABLE) for leaf in tree.leaves((args[1:], kwargs))):
                 return _viewed(first, func, args[1:], kwargs)
         _check_unwritten(func, args, kwargs)
         kwargs = {name: _decoded(value) for name, value in kwargs.items()}
@@ -138,9 +144,27 @@ class FrozenWeight(torch.Tensor):
         """Raises a `TypeError`, for code that reads memory by itself, as safetensors does."""
         raise TypeError(_NO_MEMORY)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Returns a storage without memory, one for all views of a weight; torch compares storages."""
+        return self.holder.storage
+
     def share_memory_(self) -> Any:
-        """Raises a `TypeError`; a compressed weight cannot be moved into memory that processes share."""
+        """Raises a `TypeError`, as `data_ptr` does."""
         raise TypeError(_NO_MEMORY)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(_NO_MEMORY)
+
+    def apply_(self, *args: Any) -> Any:
+        """Raises a `TypeError`, as `data_ptr` does."""
+        raise TypeError(_NO_MEMORY)
+
+    def tolist(self) -> Any:
+        """Returns the numbers as lists."""
+        return self.decompress().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.decompress(), spec) if self.ndim == 0 else super().__format__(spec)
 
     @property
     def data(self) -> torch.Tensor:
@@ -149,24 +173,21 @@ class FrozenWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
-            raise TypeError(
-                f"a compressed weight of {self.__describe__()} on {self.device} cannot become "
-                f"{tree.describe(value)} on {value.device}; for other dtypes, load the module's decompressed "
-                "state_dict() into it with assign=True first"
-            )
-        with torch.no_grad():
-            self.copy_(value)
+        if _form_of(value) == _form_of(self):
+            with torch.no_grad():
+                self.copy_(value)
+        else:  # such as float32, by module.float()
+            torch.utils.swap_tensors(self, _like(self, value.detach()))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return _PARTS, (self.node.shape, self.views)
+        return _PARTS, (self.node.shape, self.views, self.dtype, self.storage_offset())
 
     @staticmethod
     def __tensor_unflatten__(parts: dict[str, Any], context: Any, size: Any, stride: Any) -> "FrozenWeight":
-        shape, views = context
+        shape, views, dtype, offset = context
         node = CompressedTensor(**parts, shape=shape)
         with _compat.without_dispatch_modes():
-            form = torch.empty_strided(size, stride, dtype=node.dtype, device="meta")
+            form = torch.empty(shape.numel(), dtype=dtype, device="meta").as_strided(size, stride, offset)
         return _made(Holder(node), views, form)
 
     def __getattr__(self, name: str) -> torch.Tensor:
@@ -181,6 +202,11 @@ class FrozenWeight(torch.Tensor):
     def __describe__(self) -> str:
         return f"df11[{','.join(str(size) for size in self.shape)}]"
 
+    @_compat.never_traced
+    def __copy__(self) -> "FrozenWeight":
+        return _like(self, self.detach())
+
+    @_compat.never_traced
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenWeight":
         # Nobody changes compressed values in place, so the copy may share them.
         copied = _like(self, _made(Holder(self.node), self.views, self.form))
@@ -222,6 +248,10 @@ def _like(weight: FrozenWeight, tensor: Any) -> Any:
     return tensor.requires_grad_(weight.requires_grad)
 
 
+def _form_of(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
 def _viewed(weight: FrozenWeight, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _compat.without_dispatch_modes():
         forms = op(weight.form, *args, **kwargs)
@@ -249,6 +279,12 @@ def _moved(weight: FrozenWeight, device: Any = None, non_blocking: bool = False,
 def _overwritten(weight: FrozenWeight, source: torch.Tensor, non_blocking: bool = False) -> FrozenWeight:
     if weight.views:
         raise _unwritable(_aten.copy_.default)
+    if any(type(part) is not torch.Tensor for part in tree.leaves(weight.node)) or weight.is_meta:
+        where = "on the meta device" if weight.is_meta else "inside of torch.compile"
+        raise TypeError(
+            f"{where}, a compressed weight cannot get new values; load them with assign=True, or by "
+            "fmp.df11.wrap(module, weights=...)"
+        )
     if isinstance(source, FrozenWeight) and not source.views and source.shape == weight.shape:
         weight.holder.node = source.node.to(weight.device, non_blocking=non_blocking)
         return weight
@@ -258,6 +294,8 @@ def _overwritten(weight: FrozenWeight, source: torch.Tensor, non_blocking: bool 
 
 
 def _check_unwritten(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if op.namespace == "c10d":  # these write into tensors that their schemas do not mark
+        raise _unwritable(op)
     for place, argument in enumerate(op._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -88,6 +88,8 @@ def decompress(tree: Tree) -> Tree:
     tensors: dict[Any, torch.Tensor] = {}
 
     def restored(node: Any) -> Any:
+        if isinstance(node, FrozenWeight) and node.requires_grad:
+            return torch.stack([node])[0]  # a decoded copy that autograd follows
         node = stored_form(node)
         if not isinstance(node, CompressedTensor):
             return node

@@ -1,6 +1,7 @@
 """fmp.df11.decode_ahead: the same bits, decoded in a thread before they are asked for."""
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -11,6 +12,7 @@ import torch
 
 import fmp
 from fmp.df11 import CompressedTensor, FrozenWeight, codec, decode_ahead
+from fmp.df11.ahead import _current
 from tests.bits import same_bits
 from tests.df11.frozen_blocks import BASE, FREED, FROZEN, GRADIENTS, LORA, PLAIN, X
 
@@ -124,6 +126,73 @@ def test_what_is_not_used_any_more_is_let_go():
             NODES[2].decompress()
         gc.collect()
         assert gone() is None
+
+
+def test_of_weights_that_change_all_the_time_few_are_known():
+    with decode_ahead(2):
+        for _ in range(300):
+            for index in range(2):
+                CompressedTensor.compress(VALUES[index]).decompress()
+        ahead: Any = _current.get()
+        assert len(ahead._uses) < 100
+        assert len(ahead._after) < 200
+
+
+def test_wrong_guesses_do_not_pile_up():
+    generator = torch.Generator().manual_seed(3)
+    with decode_ahead(2):
+        ahead: Any = _current.get()
+        for index in torch.randint(0, 6, (300,), generator=generator).tolist():
+            NODES[index].decompress()
+            assert len(ahead._begun) <= 2
+
+
+def test_parts_that_two_weights_share_do_not_make_them_one():
+    node = CompressedTensor.compress(torch.randn(64, 128).bfloat16())
+    flat = fmp.tree.replace(node, shape=torch.Size([8192]))
+    other = fmp.tree.replace(CompressedTensor.compress(VALUES[0]), sign_mantissa=NODES[1].sign_mantissa)
+    with decode_ahead(2):
+        for _ in range(3):
+            assert node.decompress().shape == (64, 128)
+            assert flat.decompress().shape == (8192,)
+            NODES[1].decompress()
+            got = other.decompress()
+            assert not same_bits(got, VALUES[1])
+
+
+def test_weights_made_in_inference_mode():
+    with torch.inference_mode():
+        weights = [FrozenWeight(CompressedTensor.compress(values)) for values in VALUES[:3]]
+        with decode_ahead(2):
+            for _ in range(4):
+                for weight, values in zip(weights, VALUES, strict=False):
+                    assert same_bits(weight * 1, values)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 warns of threads, rightly
+def test_a_forked_process_decodes_by_itself():
+    with decode_ahead(2):
+        for _ in range(3):
+            for node in NODES:
+                node.decompress()
+        child = os.fork()
+        if child == 0:
+            right = all(same_bits(node.decompress(), values) for node, values in zip(NODES, VALUES, strict=True))
+            os._exit(0 if right else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_contexts_that_end_in_another_order():
+    first, second = decode_ahead(), decode_ahead()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    NODES[0].decompress()
+    second.__exit__(None, None, None)
+    for _ in range(3):
+        assert same_bits(NODES[0].decompress(), VALUES[0])
+    _current.set(None)
 
 
 def test_damage_is_found_by_the_one_who_asks():

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,10 +162,11 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "out": lambda t: torch.add(VALUES, 1, out=t),
     "foreach": lambda t: torch_._foreach_mul_([t], 2.0),
     "index_put": lambda t: t.index_put_((torch.tensor([1]),), torch.tensor(0.0).bfloat16()),
-    "swap of dtype": lambda t: setattr(t, "data", VALUES.float()),
-    "data of another shape": lambda t: setattr(t, "data", VALUES[:2]),
     "shared memory": lambda t: t.share_memory_(),
     "address": lambda t: t.data_ptr(),
+    "dlpack": lambda t: torch.from_dlpack(t),
+    "apply_": lambda t: t.apply_(lambda x: 0.0),
+    "numpy": lambda t: np.from_dlpack(t.view(torch.int16)),
 }
 
 
@@ -174,6 +176,74 @@ def test_changes_in_place_are_refused(name):
     with torch.no_grad(), pytest.raises(TypeError, match="compressed weight"):
         WRITES[name](weight)
     assert same_bits(weight.decompress(), VALUES)
+
+
+@pytest.mark.parametrize("values", [VALUES.float(), VALUES[:2], VALUES.t(), VALUES.t().contiguous().t()])
+def test_data_of_another_form_makes_it_plain(values):
+    """As for any parameter: module.float() and module.to(memory_format=...) set `data`."""
+    weight: Any = torch.nn.Parameter(frozen(), requires_grad=False)
+    weight.data = values
+    assert type(weight) is torch.nn.Parameter
+    assert weight.requires_grad is False
+    assert weight.stride() == values.stride()
+    assert same_bits(weight.detach(), values)
+
+
+def test_all_views_have_one_storage_of_no_bytes():
+    weight = frozen()
+    assert weight.untyped_storage() is weight.t().untyped_storage()
+    assert weight.untyped_storage().nbytes() == 0
+    assert weight.untyped_storage() is not frozen().untyped_storage()
+
+
+def test_single_numbers_are_written_as_those_of_a_tensor():
+    weight = frozen()
+    assert f"{weight[0, 0]:.3f}" == f"{VALUES[0, 0]:.3f}"
+    assert weight[0].tolist() == VALUES[0].tolist()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_may_return_views_of_any_size(backend, dynamic):
+    compiled = torch.compile(lambda t, n: (t[n : n + 8], t[:n] * 1), backend=backend, dynamic=dynamic)
+    for n in (4, 9, 12, 20):
+        assert same_bits([fmp.df11.decompress(part) for part in compiled(frozen(), n)], [VALUES[n : n + 8], VALUES[:n]])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_may_break_anywhere(backend):
+    def read(weight, x):
+        for _ in range(2):
+            transposed = weight.T
+            torch._dynamo.graph_break()
+            x = x + (x @ transposed) @ weight
+        return x, weight.T, copy.copy(weight)
+
+    x = torch.randn(2, 64).bfloat16()
+    got = torch.compile(read, backend=backend)(frozen(), x)
+    assert same_bits([fmp.df11.decompress(part) for part in got], [*read(VALUES, x)])
+
+
+def test_compiled_functions_take_another_dtype_of_it():
+    compiled = torch.compile(lambda t: t ^ 1, backend="aot_eager", fullgraph=True)
+    assert same_bits(compiled(frozen().view(torch.int16)), VALUES.view(torch.int16) ^ 1)
+
+
+def test_compiled_functions_do_not_write_to_it():
+    weight = frozen()
+    with pytest.raises((TypeError, RuntimeError), match=r"inside of torch\.compile"):
+        torch.compile(lambda t, u: t.copy_(u), backend="aot_eager", fullgraph=True)(weight, frozen(VALUES.flip(0)))
+    assert same_bits(weight.decompress(), VALUES)
+
+
+def test_collectives_do_not_write_to_it():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch_.distributed.HashStore())
+    try:
+        for call in (torch.distributed.all_reduce, lambda t: torch.distributed.broadcast(t, 0)):
+            with pytest.raises(TypeError, match="compressed weight"):
+                call(frozen())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -221,6 +291,17 @@ def test_copies_and_files(as_parameter):
         assert type(plain) is (torch.nn.Parameter if as_parameter else torch.Tensor)
         assert plain.requires_grad is False
         assert same_bits(plain.detach(), VALUES)
+
+
+@pytest.mark.parametrize("of_block", [lambda fn: fn, fmp.df11.frozen])
+@pytest.mark.parametrize("gradient", [fmp.grad, torch.func.grad])
+def test_decompressed_it_is_still_differentiated(of_block, gradient):
+    def loss(read):
+        return lambda weights: (read(weights)["w"].float() * VALUES.flip(0).float()).sum()
+
+    read = of_block(lambda weights: fmp.df11.decompress(weights))
+    got = gradient(loss(read))({"w": frozen()})
+    assert same_bits(got, gradient(loss(lambda weights: weights))({"w": VALUES}))
 
 
 def test_trees_take_it_as_what_it_holds(tmp_path):

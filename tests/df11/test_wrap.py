@@ -14,6 +14,7 @@ from fmp.df11 import CompressedTensor, FrozenWeight
 from tests.bits import same_bits
 
 WIDTH = 64
+jit: Any = torch.jit
 
 
 class Tied(nn.Module):
@@ -155,8 +156,10 @@ def test_the_module_is_left_as_it_is():
     assert dict(module.named_parameters()) == before
     assert same_bits(module(x), out)
     assert weights_of(small) == ["0.weight"]
-    assert small[2].weight is before["2.weight"]
-    assert small[0].bias is before["0.bias"]
+    for name in ("2.weight", "0.bias"):
+        copied = small.get_parameter(name)
+        assert same_bits(copied, before[name])
+        assert copied.data_ptr() != before[name].data_ptr()
     again: Any = fmp.df11.wrap(small)
     assert again[0].weight.node is small[0].weight.node
     assert weights_of(again) == ["0.weight", "2.weight"]
@@ -199,6 +202,21 @@ def test_given_weights_under_all_names_of_a_tied_one():
     assert same_bits(small(x), module(x))
 
 
+def test_patterns_may_use_any_name_of_a_tied_weight():
+    small: Any = fmp.df11.wrap(Tied().bfloat16(), ["head.weight"])
+    assert small.head.weight is small.embed.weight
+    assert isinstance(small.head.weight, FrozenWeight)
+    same = fmp.df11.compress(small.state_dict())
+    again: Any = fmp.df11.wrap(Tied().bfloat16(), weights=same | {"head.weight": same["embed.weight"].decompress()})
+    assert same_bits(again.embed.weight.decompress(), small.embed.weight.decompress())
+
+
+def test_recurrent_layers_leave_their_weights_in_place():
+    small: Any = made("lstm")[1]
+    small.lstm.flatten_parameters()
+    assert copy.deepcopy(small)(floats(1, 2, WIDTH)).shape == (1, 2, WIDTH)
+
+
 def test_buffers_are_among_the_weights():
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).bfloat16()
     module[1](floats(9, WIDTH))
@@ -210,18 +228,21 @@ def test_buffers_are_among_the_weights():
     assert same_bits(small(x), module.eval()(x))
 
 
-def test_only_moves_and_bfloat16_are_possible():
-    _, small, x = made("linear")
+def test_moves_leave_it_compressed_and_other_dtypes_do_not():
+    module, small, x = made("linear")
     out = small(x).detach()
     assert same_bits(small.to("cpu").bfloat16()(x), out)
     assert weights_of(small) == ["0.weight", "2.weight"]
     moved = copy.deepcopy(small).to("meta")
     assert all(param.is_meta for param in moved.parameters())
     assert moved(x.to("meta")).shape == out.shape
-    with pytest.raises(TypeError, match="assign=True"):
-        small.half()
-    small.load_state_dict(fmp.df11.decompress(small.state_dict()), assign=True)
-    assert weights_of(small.float()) == []
+    for wide in (copy.deepcopy(small).float(), copy.deepcopy(small)):
+        if weights_of(wide):
+            wide.load_state_dict(fmp.df11.decompress(small.state_dict()), assign=True)
+            wide.float()
+        assert weights_of(wide) == []
+        assert {param.dtype for param in wide.parameters()} == {torch.float32}
+        assert same_bits(wide(x.float()), copy.deepcopy(module).float()(x.float()))
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -288,6 +309,10 @@ def test_decoded_weights_live_one_at_a_time():
     assert peak(small) <= peak(module) + 1.01 * 2 * width * width
 
 
+def channels_last(module: Any) -> Any:
+    return module.to(memory_format=torch.channels_last)
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "no module": (lambda: fmp.df11.wrap([torch.zeros(3)]), TypeError, "wrap takes a module"),  # pyright: ignore[reportArgumentType]
     "fp32": (lambda: fmp.df11.wrap(nn.Linear(128, 128)), ValueError, r"module\.bfloat16"),
@@ -309,6 +334,24 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fmp.df11.wrap(nn.Linear(128, 128).bfloat16(), weights={"weight": [1.0]}),
         TypeError,
         "weights",
+    ),
+    "script": (lambda: fmp.df11.wrap(jit.trace(nn.Linear(64, 64), torch.ones(1, 64))), TypeError, "in Python"),
+    "strides": (
+        lambda: fmp.df11.wrap(channels_last(nn.Conv2d(64, 64, 3).bfloat16())),
+        ValueError,
+        "weight has the strides",
+    ),
+    "missing": (
+        lambda: fmp.df11.wrap(
+            nn.Linear(128, 128, device="meta").bfloat16(), weights={"weight": fmp.df11.compress(floats(128, 128))}
+        ),
+        KeyError,
+        "'bias', which is on the meta device",
+    ),
+    "two values of one": (
+        lambda: fmp.df11.wrap(Tied().bfloat16(), weights={name: floats(128, 64) for name in Tied().state_dict()}),
+        ValueError,
+        "other values for 'head.weight'",
     ),
     "buffer": (
         lambda: fmp.df11.wrap(

@@ -17,12 +17,17 @@ from torch import nn
 from fmp.df11.published.groups import Group, decode_group, in_parallel
 from fmp.df11.published.patterns import PARTS, Patterns, joined, read_config
 from fmp.errors import DF11Error
+from fmp.kernels import df11_published, launch
 
 Skeleton = nn.Module | Mapping[str, Any]
 
 
 def read_dfloat11(
-    dir: str | os.PathLike[str], skeleton: Skeleton | None = None, *, flat: bool = False
+    dir: str | os.PathLike[str],
+    skeleton: Skeleton | None = None,
+    *,
+    flat: bool = False,
+    device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Reads the weights of a folder in the published DFloat11 format, bit for bit.
 
@@ -38,9 +43,10 @@ def read_dfloat11(
             dict are looked at. Or a mapping from all names to shapes or tensors.
         flat: Whether to do without a skeleton. Compressed tensors then come out with one dimension, and only what the
             folder itself shows to be missing is noticed.
+        device: Where to put the tensors. On a GPU whose kernels run here, compressed ones are also decoded there.
 
     Returns:
-        The tensors by name, on the CPU, in the order of the skeleton: compressed ones as bf16, the others as stored.
+        The tensors by name, on the device, in the order of the skeleton: compressed ones as bf16, the others as stored.
         Where the skeleton ties weights and the folder has only one of them, both names have the same tensor.
 
     Raises:
@@ -65,7 +71,7 @@ def read_dfloat11(
             "shapes as `skeleton`, or flat=True for tensors of one dimension"
         )
     expected = None if skeleton is None else _expected(skeleton)
-    folder = Path(dir)
+    folder, device = Path(dir), torch.device(device)
     patterns = read_config(folder / "config.json")
     try:
         with contextlib.ExitStack() as stack:
@@ -80,8 +86,10 @@ def read_dfloat11(
             for name in plain:
                 _check_plain(files[name], name, expected)
 
-            tensors = {name: _read(files[name], name) for name in plain}
-            for weights in in_parallel(lambda group: _decoded(files, *group), groups.items()):
+            tensors = {name: _read(files[name], name).to(device) for name in plain}
+            # Other threads would launch on other streams than the caller's.
+            each = in_parallel if launch.missing(device) else map
+            for weights in each(lambda group: _decoded(files, *group, device), groups.items()):
                 tensors |= weights
     except (safetensors.SafetensorError, ValueError) as error:
         raise DF11Error(f"{folder}: {error}") from error
@@ -232,13 +240,19 @@ def _check_group(
             raise ValueError(f"{name!r} is compressed bf16, and is not floating point in the skeleton")
 
 
-def _decoded(files: Mapping[str, Any], module: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _decoded(
+    files: Mapping[str, Any], module: str, names: Sequence[str], device: torch.device
+) -> dict[str, torch.Tensor]:
     parts = {part: files[joined(module, part)].get_tensor(joined(module, part)) for part in PARTS}
     splits = parts.pop("split_positions")
+    group = Group(**{part: tensor.contiguous().numpy() for part, tensor in parts.items()})
     try:
-        bits = decode_group(Group(**{part: tensor.contiguous().numpy() for part, tensor in parts.items()}))
+        if launch.missing(device):
+            numbers = torch.from_numpy(decode_group(group).view(np.int16)).view(torch.bfloat16).to(device)
+        else:
+            numbers = df11_published.restore(group, device)
     except ValueError as error:
         raise ValueError(f"the group {module!r} is damaged: {error}") from error
-    weights = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).tensor_split(splits)
+    weights = numbers.tensor_split(splits)
     # Tensors that share memory would keep all of it alive, and cannot be saved by safetensors.
     return dict(zip(names, weights if len(names) == 1 else [weight.clone() for weight in weights], strict=True))

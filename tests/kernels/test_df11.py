@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from fmp import tree
 from fmp.df11 import CompressedTensor
+from fmp.df11.compressed import _kernel_is_right
 from fmp.kernels import df11, launch
 from tests.bits import same_bits
 from tests.cuda_executor import SCHEDULES, LaunchError, Module
@@ -177,6 +178,15 @@ def test_the_way_to_the_gpu(monkeypatch):
     bad = node_with(nodes[1], chunk_bits=nodes[1].chunk_bits + 1)
     _, damaged = df11.decode([of(node) for node in (nodes[2], bad, nodes[4])])
     assert damaged.bool().tolist() == [False, True, False]
+
+
+def test_a_card_is_believed_if_it_agrees_with_the_codec(monkeypatch):
+    launched(monkeypatch, Module(SOURCE, "fast"))
+    assert _kernel_is_right.__wrapped__(torch.device("cpu"))
+    restore = df11.restore
+    monkeypatch.setattr(df11, "restore", lambda parts: restore(parts).roll(1))
+    with pytest.warns(RuntimeWarning, match="wrong numbers"):
+        assert not _kernel_is_right.__wrapped__(torch.device("cpu"))
 
 
 def test_one_tensor_is_checked_when_it_is_first_met(monkeypatch):

@@ -267,13 +267,15 @@ def _given(savers: dict[int, _Saver], fn: Any, args: Any, kwargs: Any) -> list[R
     for name, tensor in _named_tensors({"args": args, "kwargs": kwargs, "fn": getattr(fn, "__self__", fn)}):
         for storage in storages(tensor):
             known.setdefault(storage._cdata, (name, tensor))
-    residuals = []
+    residuals: dict[int, Residual] = {}
     for address in sorted(savers, key=[*known, *savers].index):
         saver = savers[address]
         name, tensor = known.get(address, ("closed over", saver.tensor))
         nbytes = sum(storage.nbytes() for storage in storages(saver.tensor) if storage._cdata == address)
-        residuals.append(Residual(name, tuple(tensor.shape), tensor.dtype, nbytes, tuple(saver.names), True, ""))
-    return residuals
+        if id(tensor) in residuals:  # a tensor that wraps others has a storage for each
+            nbytes += residuals[id(tensor)].nbytes
+        residuals[id(tensor)] = Residual(name, tuple(tensor.shape), tensor.dtype, nbytes, tuple(saver.names), True, "")
+    return list(residuals.values())
 
 
 def _named_tensors(values: Any) -> Iterator[tuple[str, Tensor]]:

@@ -317,20 +317,12 @@ def test_what_is_kept_of_a_compressed_weight_is_listed_once():
     small, x = made("linear")[1:]
     kept = fmp.memory.saved_residuals(lambda x: small(x).sum(), x.requires_grad_())
     shapes = [residual.shape for residual in kept if residual.is_argument and residual.nbytes > 5000]
-    assert shapes == [small.get_parameter(name).shape for name in weights_of(small)]
+    assert sorted(shapes) == sorted(small.get_parameter(name).shape for name in weights_of(small))
     assert all(residual.nbytes < 0.75 * 2 * 96 * WIDTH for residual in kept)
 
 
 def channels_last(module: Any) -> Any:
     return module.to(memory_format=torch.channels_last)
-
-
-def test_what_is_kept_of_a_compressed_weight_is_listed_once():
-    small, x = made("linear")[1:]
-    kept = fmp.memory.saved_residuals(lambda x: small(x).sum(), x.requires_grad_())
-    weights = [small.get_parameter(name) for name in weights_of(small)]
-    sizes = [weight.node.nbytes for weight in weights if isinstance(weight, FrozenWeight)]
-    assert [residual.nbytes for residual in kept if residual.is_argument and residual.nbytes > 1000] == sizes
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {

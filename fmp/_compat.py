@@ -3,9 +3,9 @@
 import operator
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import optree
 import optree.registry
@@ -258,24 +258,52 @@ JVP: Any = _functorch.TransformType.Jvp
 _NO_VALUES = torch.empty(0)
 
 
-def mappings() -> tuple[tuple[int, torch.Tensor], ...]:
-    """Takes note of the `vmap`s in progress: for each, which transform it is from 0, and what ends together with it."""
-    return tuple(
-        [(level, _functorch._wrap_for_grad(_NO_VALUES, level + 1)) for level, kind in enumerate(transforms()) if kind == VMAP]
-    )
+class Mapping(NamedTuple):
+    """A `vmap` in progress.
+
+    Attributes:
+        level: Which transform it is, from 0.
+        mark: A tensor that ends together with it.
+    """
+
+    level: int
+    mark: torch.Tensor
 
 
-def mapped_again(noted: tuple[tuple[int, torch.Tensor], ...]) -> frozenset[int]:
-    """Finds the `vmap`s that were in progress at another time among the transforms in progress, counted from 0.
+def mappings() -> tuple[Mapping, ...]:
+    """Takes note of the `vmap`s in progress around the caller, the outermost first."""
+    levels = [level for level, kind in enumerate(transforms()) if kind == VMAP]
+    return tuple([Mapping(level, _functorch._wrap_for_grad(_NO_VALUES, level + 1)) for level in levels])
+
+
+def levels_of(noted: Sequence[Mapping]) -> list[int]:
+    """Finds out which of the transforms in progress, from 0, are the `vmap`s that were in progress at another time.
 
     Args:
         noted: What `mappings` returned then. Where that was inside of the vmap rule of a torch.autograd.Function, these
-            have ended, and torch has begun others in their place before it called the backward pass or jvp.
+            have ended, and torch has begun others in their place before it called the backward pass.
     """
-    ended = sum([_functorch.is_dead_tensor_wrapper(mark) for _, mark in noted])
-    depth = len(transforms())
-    still = [level for level, mark in noted if not _functorch.is_dead_tensor_wrapper(mark)]
-    return frozenset((*still, *range(depth - ended, depth)))
+    has_ended = [_functorch.is_dead_tensor_wrapper(mapping.mark) for mapping in noted]
+    begun = iter(range(len(transforms()) - sum(has_ended), len(transforms())))
+    return [next(begun) if ended else mapping.level for mapping, ended in zip(noted, has_ended, strict=True)]
+
+
+def mapped_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Finds the `vmap`s that map over any of some tensors: which transforms, from 0, and how many members they have."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        while _is_wrapped(tensor):
+            dim, level = _functorch.maybe_get_bdim(tensor), _functorch.maybe_get_level(tensor)
+            is_batched, tensor = _functorch.is_batchedtensor(tensor), _functorch.get_unwrapped(tensor)
+            if is_batched:
+                sizes[level - 1] = tensor.shape[dim]
+    return sizes
+
+
+def repeated(tensor: torch.Tensor, level: int, count: int) -> torch.Tensor:
+    """Lets a tensor be one that a `vmap` maps over, with the same values for each of its members."""
+    ones = below_transforms(torch.ones(count, dtype=tensor.dtype, device=tensor.device))
+    return tensor * _functorch._add_batch_dim(ones, 0, level + 1)
 
 
 @constant_while_tracing
@@ -300,8 +328,11 @@ def ended_twice(tensor: torch.Tensor) -> bool:
 
 
 def unwrap_in_place(tensor: torch.Tensor) -> None:
-    """Lets a tensor of transforms be the one below them all, for whoever holds it."""
-    cast(Any, torch._C)._swap_tensor_impl(tensor, below_transforms(tensor).detach())
+    """Takes the wrappers of finished transforms off a tensor, for whoever holds it."""
+    inner = tensor
+    while _functorch.is_dead_tensor_wrapper(inner):
+        inner = _functorch.get_unwrapped(inner)
+    cast(Any, torch._C)._swap_tensor_impl(tensor, inner.detach())
 
 
 def below_transforms(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.module_checks import attributes, own_storages, storage
 
 # What says something about a placeholder, or makes another one of it, does not read the numbers.
@@ -120,7 +120,8 @@ def placeholders(module: nn.Module) -> dict[int, Any]:
     for name, value in attributes(module):
         if not isinstance(value, torch.Tensor) or id(value) in memo:
             continue
-        if not value.is_leaf or storage(value) in own:
+        # Of a transform that has ended, torch leaves tensors in recurrent layers; the next call replaces them.
+        if _compat.wrapped_by_transform(value) or not value.is_leaf or storage(value) in own:
             memo[id(value)] = placeholder(
                 value,
                 f"{name} was computed from, or is a view of, tensors of the module when it was functionalized, and "

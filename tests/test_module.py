@@ -1091,3 +1091,13 @@ def test_an_ensemble_with_batch_norms_kept_in_float32_is_a_loop(layer, half):
         for one, other in zip(fmp.tree.leaves(found), fmp.tree.leaves(expected), strict=True):
             if one is not None:
                 torch.testing.assert_close(one[index], other, rtol=2e-2, atol=2e-2)
+
+
+def test_a_recurrent_layer_that_a_transform_has_left_its_tensors_in():
+    module = nn.Sequential(nn.LSTM(4, 4))
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    x = torch.ones(2, 3, 4)
+    torch.func.grad(lambda params: torch.func.functional_call(module, params, (x,))[0].sum())(params)
+    model = fmp.functionalize(module)
+    (out, _), _ = model.apply(model.params, model.buffers, x)
+    assert torch.equal(out, module(x)[0])

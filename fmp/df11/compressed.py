@@ -229,8 +229,13 @@ def _kernel_is_right(device: torch.device) -> bool:
     return right
 
 
-@torch.library.custom_op("fmp::df11_decode", mutates_args=())
-def _decode(
+# torch.library.custom_op would load the whole compiler when it is first called. Integers have no gradients to lose.
+_parts = "Tensor code_lengths, Tensor stream, Tensor chunk_bits, Tensor group_starts, Tensor sign_mantissa"
+torch.library.define("fmp::df11_decode", f"({_parts}, SymInt[] shape) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+
+
+@torch.library.impl("fmp::df11_decode", "CompositeExplicitAutograd")
+def _on_any_device(
     code_lengths: torch.Tensor,
     stream: torch.Tensor,
     chunk_bits: torch.Tensor,
@@ -254,7 +259,7 @@ def _decode(
     return ahead_of_time(decode, parts, torch.Size(shape))
 
 
-@_decode.register_fake
+@torch.library.register_fake("fmp::df11_decode")
 def _(
     code_lengths: torch.Tensor,
     stream: torch.Tensor,
@@ -266,11 +271,14 @@ def _(
     return sign_mantissa.new_empty(shape, dtype=torch.bfloat16)
 
 
-@_decode.register_vmap
-def _(info: Any, in_dims: Any, *args: Any) -> Any:
+def _refuse(info: Any, in_dims: Any, *args: Any) -> Any:
     raise ValueError(
         "a compressed tensor cannot be mapped over by vmap; use in_dims=None for it, or decompress it first"
     )
+
+
+torch.library.register_vmap("fmp::df11_decode", _refuse)
+_decode: Any = torch.ops.fmp.df11_decode.default
 
 
 def _array(tensor: torch.Tensor, dtype: type) -> npt.NDArray[Any]:

@@ -36,7 +36,9 @@ def wrap(
     Args:
         module: Any module. It is left as it is, and shares no tensor with the copy.
         patterns: Which parameters to compress, as for `fmp.df11.compress`: patterns of names
-            (`["blocks.*.weight"]`), or a function of a name. By default all bf16 parameters.
+            (`["blocks.*.weight"]`), or a function of a name. By default all bf16 parameters; of a module in which some
+            require grad and some do not, as with adapters, those that do not; and none that come plain among `weights`
+            of which others are compressed.
         weights: Values to take instead of the module's own, by name, such as what `fmp.df11.load` returns: compressed
             ones stay as they are, plain tensors replace the module's. So a module on the meta device gets its weights
             without ever holding them decoded; it must get all of them.
@@ -70,10 +72,19 @@ def wrap(
         )
     given = _by_first_name(module, weights or {})
     named = _named(module)
+    for name, tensor in named.tensors.items():
+        if weights is not None and tensor.is_meta and named.first[name] not in given:
+            raise KeyError(f"weights has no {name!r}, which is on the meta device")
     params = {name: given.get(named.first[name], named.tensors[name]) for name in named.params}
-    compressed = compress(params, select=patterns, min_numel=min_numel, progress=progress)
+    chosen = _frozen_names(named, given) if patterns is None else params.keys()
+    compressed = compress(
+        {name: params[name] for name in params if name in chosen},
+        select=patterns,
+        min_numel=min_numel,
+        progress=progress,
+    )
     found = given | {named.first[name]: node for name, node in compressed.items() if isinstance(node, CompressedTensor)}
-    _check(named, found, weights is not None, min_numel)
+    _check(named, found, min_numel)
     # A copy of a tensor that is in the memo is what the memo says, wherever in the module it is.
     copied = copy.deepcopy(
         module, {id(named.tensors[name]): _in_place_of(named.tensors[name], value) for name, value in found.items()}
@@ -99,15 +110,21 @@ def _named(module: nn.Module) -> _Named:
     return _Named(tensors, list(params), {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()})
 
 
-def _check(named: _Named, found: Mapping[str, Any], has_weights: bool, min_numel: int) -> None:
+def _frozen_names(named: _Named, given: Mapping[str, Any]) -> set[str]:
+    """Names the parameters that nobody seems to want trained."""
+    frozen = {name for name in named.params if not named.tensors[name].requires_grad} or set(named.params)
+    if any(isinstance(value, CompressedTensor) for value in given.values()):
+        frozen -= {name for name in frozen if isinstance(given.get(named.first[name]), torch.Tensor)}
+    return frozen
+
+
+def _check(named: _Named, found: Mapping[str, Any], min_numel: int) -> None:
     if not any(isinstance(value, CompressedTensor) for value in found.values()):
         raise ValueError(
             f"no parameter of the module is bf16 and has {min_numel} elements or more; cast it first with "
             "module.bfloat16(), or pass min_numel"
         )
     for name, tensor in named.tensors.items():
-        if has_weights and tensor.is_meta and named.first[name] not in found:
-            raise KeyError(f"weights has no {name!r}, which is on the meta device")
         if isinstance(found.get(name), CompressedTensor) and not tensor.is_contiguous():
             raise ValueError(
                 f"{name} has the strides {tensor.stride()}, which decoded weights would not have; make it contiguous, "

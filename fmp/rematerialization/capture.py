@@ -19,11 +19,13 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fmp import _compat, tree
 from fmp.errors import RematError
+from fmp.rematerialization.exclusive import hold
 from fmp.rematerialization.places import UNSET, Made, Place, Rebuild, check_places, computed_at_each_call
-from fmp.rematerialization.snapshot import OWN, Restored, Snapshot, names_set
+from fmp.rematerialization.snapshot import OWN, Restored, Snapshot, is_full, names_read, names_set
 
 _ATOMS = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device, type, types.ModuleType)
 _ATOM_TYPES = frozenset((*_ATOMS, bool))  # found faster than by isinstance
@@ -44,6 +46,7 @@ class Capture:
         count: How many there are.
         generators: The random generators that it can reach.
         snapshot: What else it can reach.
+        is_lazy: Whether a module among what it can reach has no parameters yet.
         left: Where modules have set tensors when they were called last, as they always do.
     """
 
@@ -51,6 +54,7 @@ class Capture:
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
         self.snapshot = Snapshot()
+        self.is_lazy = False
         self._slots: dict[int, int] = {}
         self._known: dict[int, tuple[Any, Rebuild | None]] = {}
         self._places: dict[int, list[Place]] = {}
@@ -68,6 +72,7 @@ class Capture:
         slot = self._slots.setdefault(id(tensor), len(self.tensors))
         if slot == len(self.tensors):
             self.tensors.append(tensor)
+            self.is_lazy = self.is_lazy or is_lazy(tensor)
         return slot
 
     def rebuilt(self, tensors: Sequence[Tensor], made: Made | None = None) -> Any:
@@ -98,8 +103,8 @@ class Capture:
             RematError: If a module replaced one of them meanwhile, which would be lost.
         """
         places = self._all_places()
-        before = [place.table[place.key] for place in places]
-        with Restored(self.snapshot), self.cache():
+        with self.exclusive(), Restored(self.snapshot), self.cache():
+            before = [place.table[place.key] for place in places]
             made = made or Made()
             values = [place.rebuild(tensors, made) if place.rebuild else tensors[place.slot] for place in places]
             for place, value in zip(places, values, strict=True):
@@ -112,6 +117,10 @@ class Capture:
             finally:
                 for place, value in zip(places, before, strict=True):
                     place.table[place.key] = value
+
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Keeps the modules from calls in other threads."""
+        return hold(frozenset(self._places)) if self._places else _NO_CONTEXT
 
     def cache(self) -> AbstractContextManager[Any]:
         """Lets parametrized modules cache as at the call, but nothing that another call has computed."""
@@ -153,7 +162,8 @@ class Capture:
         """
         if self._places:
             places = [place for place in self._all_places() if place.rebuild is None]
-            check_places(places, [tensors[place.slot] for place in places])
+            with self.exclusive():
+                check_places(places, [tensors[place.slot] for place in places])
 
     def _all_places(self) -> list[Place]:
         return [place for places in self._places.values() for place in places]
@@ -235,7 +245,12 @@ class Capture:
         return rebuild
 
     def _module(self, module: nn.Module) -> None:
-        for path, part in module.named_modules():
+        parts = list(module.named_modules())
+        with hold(frozenset([id(part) for _, part in parts])):
+            self._parts(parts)
+
+    def _parts(self, parts: list[tuple[str, nn.Module]]) -> None:
+        for path, part in parts:
             if id(part) in self._places:
                 continue
             if isinstance(part, torch.jit.ScriptModule):
@@ -281,10 +296,10 @@ class Capture:
         # A function that can reach itself is always made anew.
         self._known[key] = (function, again)
         closure, scope, code = function.__closure__ or (), function.__globals__, function.__code__
-        in_cells = [self._visit(cell.cell_contents) if _is_full(cell) else None for cell in closure]
+        in_cells = [self._visit(cell.cell_contents) if is_full(cell) else None for cell in closure]
         given = function.__defaults__, function.__kwdefaults__
         in_defaults = self._visit(given) if any(given) else None
-        names = () if _is_library(scope) else _names(code)
+        names = () if _is_library(scope) else names_read(code)
         in_globals = {name: part for name in names if (part := self._visit(scope.get(name)))}
         self._note_variables(function, names, in_cells, in_globals)
         if not (in_defaults or in_globals or any(in_cells)):
@@ -330,19 +345,5 @@ def _constant(value: Any) -> Rebuild:
     return lambda tensors, made: value
 
 
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # there is no other way to ask
-    except ValueError:
-        return False
-    return True
-
-
 def _is_library(scope: dict[str, Any]) -> bool:
     return str(scope.get("__name__")).partition(".")[0] in _LIBRARIES
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return tuple(dict.fromkeys([*code.co_names, *(name for constant in inner for name in _names(constant))]))

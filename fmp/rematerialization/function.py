@@ -14,13 +14,13 @@ rows of the identity, shall map the pulling back only: mapped too, the recomputa
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fmp import _compat
-from fmp.rematerialization.region import Region, differentiable
+from fmp.rematerialization.region import Region, call_in_vjp, differentiable
 
 Pull = Callable[..., Any]
 
@@ -43,6 +43,11 @@ class Recomputed(torch.autograd.Function):
         """Keeps the operands and nothing else."""
         region, *operands = inputs
         ctx.region = region
+        ctx.mappings = _compat.mappings()
+        ctx.drawn = {}
+        if ctx.mappings:
+            given = _compat.mapped_sizes(operands)
+            ctx.drawn = {level: size for level, size in _compat.mapped_sizes(output).items() if level not in given}
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands)
         ctx.save_for_forward(*operands)
@@ -56,10 +61,16 @@ class Recomputed(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * len(operands)
         if wanted and given:
             linearize = functools.partial(_linearize, region, wanted, given)
-            pullback = Pullback(linearize, len(operands), region.levels)
-            all_operands = (*operands, *(cotangents[j] for j in given))
+            levels = _compat.levels_of(ctx.mappings)
+            mapped = frozenset(levels)
+            pullback = Pullback(linearize, len(operands), region.levels, mapped)
+            pulled = [cotangents[j] for j in given]
+            for mapping, level in zip(ctx.mappings, levels, strict=True):
+                if mapping.level in ctx.drawn:  # random numbers only are mapped over; they shall be so again
+                    pulled[0] = _compat.repeated(pulled[0], level, ctx.drawn[mapping.level])
+            all_operands = (*operands, *pulled)
             # A Function that is given batched gradients would not be recorded, without a word.
-            if _is_last_derivative(region.levels) or _compat.gradients_are_batched():
+            if _is_last_derivative(region.levels, mapped) or _compat.gradients_are_batched():
                 found = pullback.first(*map(_compat.unwrap_if_dead, all_operands))
             else:
                 found = invoke(pullback, all_operands, RecomputedPullback)
@@ -90,25 +101,27 @@ class RecomputedPullback(Recomputed):
     @staticmethod
     def vmap(info: Any, in_dims: Any, pullback: "Pullback", *operands: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Maps the whole backward pass, or only the pulling back if the mapping began after the call."""
-        dims, count = in_dims[1:], pullback.count
+        dims = in_dims[1:]
         level = len(_compat.transforms())  # the one that is mapped is off already
-        at_the_call = level < len(pullback.levels) and pullback.levels[level] == _compat.VMAP
-        mapped = functools.partial(torch.func.vmap, randomness=info.randomness)
-        if at_the_call or any(dim is not None for dim in dims[:count]):
-            whole = Mapped(lambda *given: mapped(pullback.run, tuple(dims))(*given), pullback.levels)
-            outputs = invoke(whole, operands, Recomputed)
+        if level in pullback.mapped or any(dim is not None for dim in dims[: pullback.count]):
+            mapped = pullback.mapped_over(dims, info.randomness)
         else:
-
-            def linearize(*primals: Tensor) -> Pull:
-                pull = pullback.linearize(*primals)
-
-                def pull_one(*cotangents: Tensor) -> tuple[Tensor, ...]:
-                    return pullback.taken_apart((*primals, *cotangents), pull(*cotangents))
-
-                return mapped(pull_one, tuple(dims[count:]))
-
-            outputs = invoke(Pullback(linearize, count, pullback.levels), operands, RecomputedPullback)
+            mapped = pullback.pulled_many_times(dims, info.randomness)
+            operands = tuple(
+                [each if dim is None else each.movedim(dim, 0) for each, dim in zip(operands, dims, strict=True)]
+            )
+        outputs = invoke(mapped, operands, RecomputedPullback)
+        if pullback.is_mapped:  # so it is run by none but this rule
+            outputs = pullback.taken_apart((), outputs)
         return outputs, (0,) * len(outputs)
+
+
+class Map(NamedTuple):
+    """A mapping: over which dimensions of the operands, in front of which of the results, and its randomness."""
+
+    dims: tuple[int | None, ...]
+    out: int
+    randomness: str
 
 
 class Pullback(Region):
@@ -118,18 +131,68 @@ class Pullback(Region):
         linearize: The first part.
         count: How many of the operands are primals; the others are cotangents.
         levels: As for `Region`.
+        mapped: Which of the transforms in progress, counted from 0, are mappings that the call was in.
+        whole: Mappings of both parts, the innermost first.
+        pulls: Mappings of the second part, likewise; they are inside of the others.
+        origin: The same without mappings; it learns how the result is made of tensors.
     """
 
-    def __init__(self, linearize: Callable[..., Pull], count: int, levels: tuple[Any, ...]):
+    def __init__(
+        self,
+        linearize: Callable[..., Pull],
+        count: int,
+        levels: tuple[Any, ...],
+        mapped: frozenset[int] = frozenset(),
+        whole: tuple[Map, ...] = (),
+        pulls: tuple[Map, ...] = (),
+        origin: "Pullback | None" = None,
+    ):
         super().__init__(levels)
         self.linearize = linearize
         self.count = count
+        self.mapped = mapped
+        self._whole, self._pulls = whole, pulls
+        self._origin = origin or self
+        self.is_mapped = origin is not None
 
     def first(self, *operands: Tensor) -> Any:
         """Runs the backward pass."""
-        return self.linearize(*operands[: self.count])(*operands[self.count :])
+        if not self.is_mapped:
+            return self.linearize(*operands[: self.count])(*operands[self.count :])
+        run: Callable[..., Any] = self._pulled
+        for dims, out, randomness in self._whole:
+            run = torch.func.vmap(run, dims, out, randomness)
+        return run(*operands)
 
     again = first
+
+    def mapped_over(self, dims: tuple[int | None, ...], randomness: str) -> "Pullback":
+        """Maps both parts."""
+        return self._with((*self._whole, Map(dims, 0, randomness)), self._pulls)
+
+    def pulled_many_times(self, dims: tuple[int | None, ...], randomness: str) -> "Pullback":
+        """Maps the second part over the first dimension of the operands for which one is given."""
+        # Those that map both parts are around it, and so see one dimension more, the first.
+        whole = [
+            each._replace(dims=tuple(map(_behind_a_new_one, each.dims, dims)), out=each.out + 1) for each in self._whole
+        ]
+        pulled = tuple([None if dim is None else 0 for dim in dims[self.count :]])
+        return self._with(tuple(whole), (*self._pulls, Map(pulled, 0, randomness)))
+
+    def _with(self, whole: tuple[Map, ...], pulls: tuple[Map, ...]) -> "Pullback":
+        return Pullback(self.linearize, self.count, self.levels, self.mapped, whole, pulls, self._origin)
+
+    def _pulled(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        primals = operands[: self.count]
+        linear = self.linearize(*primals)
+
+        def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
+            return self._origin.taken_apart((*primals, *cotangents), linear(*cotangents))
+
+        run: Callable[..., Any] = pull
+        for dims, out, randomness in self._pulls:
+            run = torch.func.vmap(run, dims, out, randomness)
+        return run(*operands[self.count :])
 
 
 class Pushforward(Region):
@@ -149,18 +212,18 @@ class Pushforward(Region):
     def first(self, *operands: Tensor) -> Any:
         """Runs the pass."""
         primals, tangents = operands[: self._count], operands[self._count :]
-        computed = _computed_again(self._region, primals, self._moved, self._wanted)
-        return torch.func.jvp(computed, tuple([primals[i] for i in self._moved]), tangents)[1]
+        computed = _computed_again(self._again, primals, self._moved, self._wanted)
+        with torch.enable_grad():  # as at the call; some formulas of torch can be differentiated only then
+            return torch.func.jvp(computed, tuple([primals[i] for i in self._moved]), tangents)[1]
 
     again = first
 
-
-class Mapped(Region):
-    """A function of operands that is mapped over some of them."""
-
-    def __init__(self, fn: Callable[..., Any], levels: tuple[Any, ...]):
-        super().__init__(levels)
-        self.first = self.again = fn
+    def _again(self, operands: Sequence[Tensor]) -> Any:
+        """Recomputes the region with operands that require grad where they did at first."""
+        region = self._region
+        if not region.tracked:
+            return region.tensors_again(*operands)
+        return call_in_vjp(lambda filled: region.tensors_again(*filled), operands, region.tracked)
 
 
 def invoke(region: Region, operands: Sequence[Tensor], function: type[Recomputed] = Recomputed) -> Any:
@@ -172,27 +235,28 @@ def invoke(region: Region, operands: Sequence[Tensor], function: type[Recomputed
     return region.plan.result(operands, tensors)
 
 
-def _computed_again(region: Region, primals: Sequence[Tensor], at: list[int], wanted: list[int]) -> Callable[..., Any]:
+def _computed_again(
+    again: Callable[[Sequence[Tensor]], Any], primals: Sequence[Tensor], at: list[int], wanted: list[int]
+) -> Callable[..., Any]:
     """The tensors of a region as a function of some of its operands."""
 
     def computed(*variables: Tensor) -> tuple[Tensor, ...]:
         filled = list(primals)
         for i, variable in zip(at, variables, strict=True):
             filled[i] = variable
-        tensors = region.tensors_again(*filled)
+        tensors = again(filled)
         return tuple([tensors[j] for j in wanted])
 
     return computed
 
 
 def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Tensor) -> Pull:
-    # torch takes composite functions apart by what requires grad. Where values are kept, that must not depend on what
-    # is wanted now.
-    at = wanted if region.tracked is None else sorted({*region.tracked, *wanted})
+    # What the function computes may depend on what requires grad, so that must not depend on what is wanted now.
+    at = sorted({*region.tracked, *wanted})
     if not (torch.is_grad_enabled() or _compat.forward_mode_active()):
         primals = tuple([primal.detach() for primal in primals])  # nothing else around records
     noted: list[Any] = []
-    computed = _computed_again(region, primals, at, given)
+    computed = _computed_again(lambda filled: region.tensors_again(*filled), primals, at, given)
 
     def note(*variables: Tensor) -> tuple[Tensor, ...]:
         tensors = computed(*variables)
@@ -228,6 +292,13 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(step == 0 and size > 1 for size, step in sized)
 
 
-def _is_last_derivative(levels: tuple[Any, ...]) -> bool:
+def _is_last_derivative(levels: tuple[Any, ...], mapped: frozenset[int]) -> bool:
     """Says whether nothing around a backward pass can differentiate it, or map it in a way that the call was not."""
-    return not torch.is_grad_enabled() and _compat.transforms() in ((), levels[:-1])
+    kinds = _compat.transforms()
+    if torch.is_grad_enabled() or kinds not in ((), levels[:-1]):
+        return False
+    return all(level in mapped for level, kind in enumerate(kinds) if kind == _compat.VMAP)
+
+
+def _behind_a_new_one(dim: int | None, new: int | None) -> int | None:
+    return dim if dim is None or new is None else dim + 1

@@ -1,5 +1,6 @@
 """What is refused in a function given to remat, because its gradient would be wrong without a word."""
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -29,6 +30,10 @@ _HARMLESS = (
 _WRAPPABLE = (torch.strided, torch.sparse_coo, torch.jagged)
 
 
+# What torch says of autograd within a transform of torch.func.
+_AUTOGRAD_REFUSED = ("attempting to call Tensor.requires_grad_()", "support saved tensor hooks")
+
+
 class Guard(TorchFunctionMode):
     """Raises when a torch function reads a tensor of a transform that is not in progress here.
 
@@ -42,14 +47,32 @@ class Guard(TorchFunctionMode):
     def __init__(self, levels: int = 0):
         super().__init__()
         self._hidden = range(len(_compat.transforms()) + 1, levels + 1)
+        self._made: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Checks one call, then makes it."""
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling():  # of a compiled block inside, which is given all that it reads
-            self._check(func, args)
-            self._check(func, kwargs.values())
-        return func(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a compiled block inside, which is given all that it reads
+            return func(*args, **kwargs)
+        self._check(func, args)
+        self._check(func, kwargs.values())
+        result = func(*args, **kwargs)
+        for each in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(each, Tensor):
+                self._made.append(weakref.ref(each))
+        return result
+
+    def release(self) -> None:
+        """Frees constants that were made here, and that something holds on to, from transforms that have ended.
+
+        Such is what a hook logs. One that depends on a variable is left: a transform that reads it raises, which is
+        better than a gradient that lacks it.
+        """
+        for made in self._made:
+            tensor = made()
+            if tensor is not None and _compat.ended_twice(tensor) and not tensor.requires_grad:
+                _compat.unwrap_in_place(tensor)
+        self._made = []
 
     def _check(self, func: Any, values: Iterable[Any]) -> None:
         for value in values:
@@ -95,6 +118,20 @@ def check_not_recorded(result: Any) -> None:
                 f"remat: the result{f' {path!r}' if path else ''}, {tree.describe(leaf)}, was computed from a tensor "
                 f"that requires grad and is no operand of the function, so it would get no gradient; {_PASS}"
             )
+
+
+def check_no_autograd_inside(error: RuntimeError) -> None:
+    """Says of an error of torch.func, which refuses ordinary autograd inside of a transform, that remat is one.
+
+    Raises:
+        RematError: If the error is one of these.
+    """
+    if any(refused in str(error) for refused in _AUTOGRAD_REFUSED):
+        raise RematError(
+            "remat: the function uses ordinary autograd: requires_grad_(), torch.autograd or torch.utils.checkpoint. "
+            "Where remat uses torch.func, such as under a transform, with determinism_check='bitwise', or if the "
+            "function calls a transform as well, torch allows none inside; use torch.func.grad and fmp.remat there"
+        ) from error
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int | None]:

@@ -110,10 +110,9 @@ UNSET: Any = Unset()
 
 def computed_at_each_call(module: nn.Module) -> frozenset[str]:
     """Lists the attributes of a module that torch sets whenever it is called."""
-    if isinstance(module, nn.RNNBase):
-        return _OF_RNN  # which notices when they are stale
+    of_rnn = _OF_RNN if isinstance(module, nn.RNNBase) else frozenset()  # which notices when they are stale
     hooks = module._forward_pre_hooks.values()
-    return frozenset(
-        [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)]
-        + [hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
+    return of_rnn.union(
+        [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)],
+        [hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)],
     )

@@ -52,7 +52,7 @@ def checkpointed(
         if is_first:
             is_first = False
             function, args, kwargs = capture.value
-            with kept.recording() if kept else nullcontext(), capture.cache():
+            with kept.recording() if kept else nullcontext(), capture.exclusive(), capture.cache():
                 return function(*args, **kwargs)
         is_mapped = _compat.transform_active() or _compat.gradients_are_batched()
         if kept is None and not is_mapped and ambient.is_here():

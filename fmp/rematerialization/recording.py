@@ -6,7 +6,6 @@ The modes that do so lie below autograd and below the transforms of torch.func, 
     again     mm(x, w)           is not computed: it is (mm, 0), so y
 """
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmp import _compat, ambient, tree
 from fmp.errors import RematError
-from fmp.rematerialization.region import first_at_a_level
 from fmp.rematerialization.saveable import Names, Saveable
 
 Key = tuple[Any, int]  # an operator, and how many calls of it came before
@@ -29,11 +27,11 @@ class Made(NamedTuple):
 
     key: Key
     given: Facts
-    version: int
     dtype: torch.dtype
     geometry: tuple[Any, ...] | None
     output: Any
     random: ambient.RandomState | None
+    has_changed: bool = False
 
 
 class Entry(NamedTuple):
@@ -68,49 +66,6 @@ class Kept:
         """Uses the values while the function runs once more inside."""
         # Operators on tangents come between those of the function, and would be counted.
         return nullcontext() if not self.entries or _compat.forward_mode_active() else _Replayer(self)
-
-    def first(
-        self, call: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor], tracked: Sequence[int], levels: int
-    ) -> Any:
-        """Calls a function where it will be called again inside of a vjp, and so with the same operators.
-
-        torch takes composite functions apart in another way under `vmap` than under `vmap` and `grad`, and by which of
-        their arguments require grad: `x @ w` is one product of matrices, or a batch of them.
-
-        Args:
-            call: The function.
-            operands: Its tensors.
-            tracked: Which of them require grad both times.
-            levels: How many transforms were in progress at the call, of which some are no more.
-        """
-
-        def recorded_call(operands: Sequence[Tensor]) -> Any:
-            with self.recording():
-                return call(operands)
-
-        if not tracked:
-            return first_at_a_level(recorded_call, operands, levels)
-        found: Any = None
-
-        def recorded(*variables: Tensor) -> tuple[Tensor, list[Tensor]]:
-            nonlocal found
-            filled = list(operands)
-            for place, variable in zip(tracked, variables, strict=True):
-                filled[place] = variable
-            original = {id(new): old for new, old in zip(filled, operands, strict=True)}
-            leaves, spec = tree.flatten(recorded_call(filled))
-            computed = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in original]
-            found = [original.get(id(leaf), leaf) for leaf in leaves], spec, {id(leaf) for leaf in computed}
-            return variables[0], computed
-
-        vjp: Any = torch.func.vjp
-        depth = len(_compat.transforms())
-        # Or a tensor of one of these transforms, which the function must not read, would count as one of this vjp.
-        with _compat.levels_up_to(levels):
-            unwrapped = vjp(recorded, *(operands[place] for place in tracked), has_aux=True)[2]
-        unwrapped = iter([_compat.unwrapped_to(tensor, depth) for tensor in unwrapped])
-        leaves, spec, computed = found
-        return tree.unflatten(spec, [next(unwrapped) if id(leaf) in computed else leaf for leaf in leaves])
 
 
 def name_value(tensor: Tensor, name: str) -> None:
@@ -163,7 +118,7 @@ class _Recorder(_Counter):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and torch.Tag.inplace_view not in func.tags:  # squeeze_ writes nothing
             self._copy_what_changes(func, args, kwargs)
         output = func(*args, **kwargs)
         if not _makes_new(func):
@@ -184,7 +139,7 @@ class _Recorder(_Counter):
                 continue
             geometry = (tensor.size(), tensor.stride(), tensor.storage_offset()) if tensor is output else None
             whole = None if tensor is output else output
-            self._made[_memory(tensor)] = Made(key, facts, tensor._version, tensor.dtype, geometry, whole, random)
+            self._made[_memory(tensor)] = Made(key, facts, tensor.dtype, geometry, whole, random)
         return output
 
     def name(self, tensor: Tensor, name: str) -> None:
@@ -192,7 +147,7 @@ class _Recorder(_Counter):
         made = self._made.get(_memory(tensor))
         if made is None or not isinstance(self._kept.saveable, Names) or not self._kept.saveable.keeps(name):
             return
-        if tensor._version != made.version or (made.dtype != tensor.dtype and made.geometry):
+        if made.has_changed or (made.dtype != tensor.dtype and made.geometry):
             raise RematError(
                 f"remat: the value named {name!r} was changed in place after {made.key[0]} had made it; name a value "
                 "that is made by one op"
@@ -221,6 +176,8 @@ class _Recorder(_Counter):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for tensor in _tensors(args[place] if place < len(args) else kwargs.get(argument.name)):
+                if (made := self._made.get(_memory(tensor))) is not None:
+                    self._made[_memory(tensor)] = made._replace(has_changed=True)
                 for key in self._keys.pop(_memory(tensor), ()):
                     entry = self._kept.entries[key]
                     copied = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, entry.output)

@@ -18,8 +18,9 @@ from fmp import _compat, tree
 from fmp.errors import RematError
 from fmp.rematerialization.results import check_constants
 
-# What torch says of a change in place, within a transform, of a tensor that is not one of the transform's.
-_REFUSED = "would mutate a captured Tensor"
+# What torch says of a change in place, within a transform, of a tensor that is not one of the transform's, or that is
+# one of its variables.
+_REFUSED = ("would mutate a captured Tensor", "a leaf Variable that requires grad")
 
 
 class Source(NamedTuple):
@@ -62,28 +63,54 @@ def tracked(tensors: Sequence[Tensor]) -> list[int]:
         return [place for place, each in enumerate(tensors) if differentiable(each) and _compat.differentiated(each)]
 
 
-def first_at_a_level(call: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor], levels: int) -> Any:
-    """Calls a function where it runs the same operators, and draws the same numbers, as inside of a vjp.
+def first_in_a_vjp(
+    call: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor], at: Sequence[int], levels: int
+) -> Any:
+    """Calls a function as it will be called when it is recomputed, inside of a vjp; returns the result below of it.
 
-    Under a reverse-mode transform, torch takes composite operators apart that `vmap` alone could not map. Under any, it
-    fills a tensor with random numbers in the order of its entries; else, as by `dropout`, in the order in which they
-    lie in memory.
+    So it runs the same operators, draws the same numbers, and finds that the same tensors require grad. Under a
+    reverse-mode transform, torch takes composite operators apart that `vmap` alone could not map, and by which of their
+    arguments require grad: `x @ w` is one product of matrices, or a batch of them. Under any, it fills a tensor with
+    random numbers in the order of its entries; else, as by `dropout`, in the order in which they lie in memory.
 
     Args:
         call: The function.
         operands: Its tensors.
+        at: Which of them require grad.
         levels: How many transforms were in progress at the call, of which some are no more.
     """
     depth = len(_compat.transforms())
-    with _compat.levels_up_to(levels + 1):
-        try:
-            result = call(operands)
-        except RuntimeError as error:
-            if _REFUSED not in str(error):
-                raise
-            call([_compat.wrapped_above(operand, depth) for operand in operands])  # is not refused, so it counts
-            raise
+    try:
+        # Or a tensor of one of these transforms, which the function must not read, would count as one of this vjp.
+        with _compat.levels_up_to(levels if at else levels + 1):
+            result = call_in_vjp(call, operands, at) if at else call(operands)
+    except RuntimeError as error:
+        if any(refused in str(error) for refused in _REFUSED):
+            with _compat.levels_up_to(levels + 1):
+                call([_compat.wrapped_above(operand, depth) for operand in operands])  # is not refused, so it counts
+        raise
     return tree.map(lambda leaf: _compat.unwrapped_to(leaf, depth) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def call_in_vjp(call: Callable[[Sequence[Tensor]], Any], operands: Sequence[Tensor], at: Sequence[int]) -> Any:
+    """Calls a function of tensors of which some, at least one, require grad; returns what it computes without that."""
+    found: Any = None
+
+    def noted(*variables: Tensor) -> tuple[Tensor, list[Tensor]]:
+        nonlocal found
+        filled = list(operands)
+        for place, variable in zip(at, variables, strict=True):
+            filled[place] = variable
+        original = {id(new): old for new, old in zip(filled, operands, strict=True)}
+        leaves, spec = tree.flatten(call(filled))
+        computed = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in original]
+        found = [original.get(id(leaf), leaf) for leaf in leaves], spec, {id(leaf) for leaf in computed}
+        return variables[0], computed
+
+    vjp: Any = torch.func.vjp
+    tensors = iter(vjp(noted, *(operands[place] for place in at), has_aux=True)[2])
+    leaves, spec, computed = found
+    return tree.unflatten(spec, [next(tensors) if id(leaf) in computed else leaf for leaf in leaves])
 
 
 class Region:
@@ -92,14 +119,13 @@ class Region:
     Attributes:
         levels: The kinds of the transforms that were in progress when the user made the call.
         plan: How the first result is made of the tensors that `first` returns.
-        tracked: Which operands require grad in every pass, so that all passes run the same operators; None if each
-            pass may choose.
+        tracked: Which operands require grad in every pass, so that all passes run the same operators.
     """
 
     def __init__(self, levels: tuple[Any, ...]):
         self.levels = levels
         self.plan: Plan | None = None
-        self.tracked: Sequence[int] | None = None
+        self.tracked: Sequence[int] = ()
 
     def first(self, *operands: Tensor) -> Any:
         """Computes the result for the first time."""

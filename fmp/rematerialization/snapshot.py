@@ -174,6 +174,18 @@ def names_set(code: types.CodeType) -> frozenset[str]:
     return frozenset(names.union(*map(names_set, inner)))
 
 
+@functools.lru_cache(maxsize=4096)
+def names_read(code: types.CodeType) -> tuple[str, ...]:
+    """Lists the global variables and attributes that code, or a function defined in it, names."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *(name for constant in inner for name in names_read(constant))]))
+
+
+def is_full(cell: types.CellType) -> bool:
+    """Says whether a closure variable has a value."""
+    return _contents(cell) is not _MISSING
+
+
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents

@@ -3,25 +3,30 @@
 torch.compile, no transform     torch.utils.checkpoint, which the compiler understands          (compiled.py)
 torch.compile, transform        the function itself: the compiler decides what to keep
 no gradient wanted              the function itself
+lazy modules, at first          the function itself
+mapped, no derivative in torch  the function itself
 nested forward mode             the function itself: forward mode keeps nothing anyway
 no transform                    torch.utils.checkpoint                                          (plain.py)
 transforms                      an autograd.Function whose backward pass is rematerialised too  (function.py)
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, get_args
 
 import torch
+from torch import Tensor
 
 from fmp import _compat
-from fmp.ambient import Ambient
+from fmp.ambient import Ambient, random_state, set_random_state
+from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.compiled import passes_of, traced
 from fmp.rematerialization.function import invoke
-from fmp.rematerialization.guards import Determinism, DeterminismCheck, check_layouts
+from fmp.rematerialization.guards import Determinism, DeterminismCheck, check_layouts, check_no_autograd_inside
 from fmp.rematerialization.plain import HooksRefused, checkpointed
 from fmp.rematerialization.recording import Kept
+from fmp.rematerialization.region import tracked
 from fmp.rematerialization.results import is_unfinished, unchangeable
 from fmp.rematerialization.saveable import Everything, Nothing, Saveable, check_saveable, nothing
 from fmp.rematerialization.user_call import UserCall
@@ -67,7 +72,10 @@ def remat(
     which torch has another formula if `torch.func.grad` records it, as of layer norm. Inside of a module that is
     applied with a seed, and with `determinism_check="bitwise"`, it works as under a transform. There torch adds up some
     linear layers in another order, and fills what is not contiguous with random numbers in another order. Nested
-    forward mode runs the function as it is.
+    forward mode runs the function as it is, and so does `vmap` where torch can map it, but not its derivative.
+
+    One thread at a time runs a call of a module; others wait. Code that is not under remat must not use the module
+    meanwhile in another thread.
 
     With `torch.compile`, put `remat` inside of a compiled loss that is differentiated outside, or around compiled
     blocks. In a transform that is compiled too, as in a whole train step, the function runs as it is: there the
@@ -137,6 +145,8 @@ def remat(
         if keeps_all or not torch.is_grad_enabled() or _forward_mode_is_nested():
             return fn(*args, **kwargs)
         capture = Capture((fn, args, kwargs))
+        if capture.is_lazy:  # this call makes its parameters
+            return fn(*args, **kwargs)
         kept = None if isinstance(saveable, Nothing) else Kept(saveable)
         # These need what torch.utils.checkpoint does not offer.
         special = uses_transforms or determinism_check == "bitwise" or not _compat.saved_tensors_hooks_allowed()
@@ -156,17 +166,40 @@ def _under_transforms(
     check_layouts(capture)
     ambient = Ambient(capture.tensors, capture.generators, preserve_rng_state)
     operands = [*capture.tensors, *ambient.seeds]
-    if not operands:
-        function, args, kwargs = capture.value
+    kinds = _compat.transforms()
+    function, args, kwargs = capture.value
+    if not operands or not _is_differentiated(kinds, capture.tensors) or _is_mapped_sparse(kinds, capture.tensors):
+        with capture.exclusive():
+            return function(*args, **kwargs)
+    start = random_state(capture.tensors, capture.generators) if _compat.VMAP in kinds else None
+    call = UserCall(capture, ambient, Determinism(determinism_check), kept, kinds, debug)
+    try:
+        result = unchangeable(invoke(call, operands), operands)
+    except RematError:
+        raise
+    except RuntimeError as error:
+        check_no_autograd_inside(error)
+        if start is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        # torch can map some functions, such as nn.GRUCell, but not their derivatives.
+        set_random_state(start)
         return function(*args, **kwargs)
-    call = UserCall(capture, ambient, Determinism(determinism_check), kept, _compat.transforms(), debug)
-    result = unchangeable(invoke(call, operands), operands)
     ambient.settle(call.draws)
     if capture.left:
         result, left = result
         capture.leave(left)
     capture.forget()
     return result
+
+
+def _is_differentiated(kinds: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    is_mapped_only = all(kind == _compat.VMAP for kind in kinds) and not _compat.forward_mode_active()
+    return not is_mapped_only or bool(tracked(tensors))
+
+
+def _is_mapped_sparse(kinds: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
+    """Says whether torch could map the function, but not its derivative."""
+    return _compat.VMAP in kinds and any(tensor.layout == torch.sparse_coo for tensor in tensors)
 
 
 def _forward_mode_is_nested() -> bool:

@@ -1,7 +1,6 @@
 """A call of the user's function as a region: operands in their places, surroundings restored, checks around."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +14,7 @@ from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.guards import Determinism, Guard, check_not_recorded, check_not_written, versions
 from fmp.rematerialization.op_trace import OpTrace, compared
 from fmp.rematerialization.recording import Kept
-from fmp.rematerialization.region import Region, first_at_a_level, tracked
+from fmp.rematerialization.region import Region, first_in_a_vjp, tracked
 from fmp.rematerialization.saveable import nothing
 
 
@@ -46,8 +45,7 @@ class UserCall(Region):
         self._ambient = ambient
         self._determinism = determinism
         self._kept = Kept(nothing) if debug and kept is None else kept
-        if self._kept is not None:
-            self.tracked = tracked(capture.tensors)
+        self.tracked = tracked(capture.tensors)
         self._trace = OpTrace() if debug else None
 
     def first(self, *operands: Tensor) -> Any:
@@ -55,30 +53,23 @@ class UserCall(Region):
         before = versions(operands)
         # Autograd records nothing for detached operands. What it records all the same is a tensor that is no operand.
         detached = [operand.detach() for operand in operands]
-        call = self.call if self._trace is None else functools.partial(self._traced_call, self._trace)
-        levels = len(self.levels)
+        guard = Guard(len(self.levels))
         try:
-            if self._kept is not None:
-                result = self._guarded(self._kept.first, call, detached, Guard(levels), self.tracked or (), levels)
-            else:
-                result = self._guarded(first_at_a_level, call, detached, Guard(levels), levels)
+            with torch.enable_grad(), self._ambient.entered(self._seeds(operands), detached, guard) as forks:
+                result = first_in_a_vjp(self._recorded_call, detached, self.tracked, len(self.levels))
+                self.draws = self._ambient.drawn(forks)
         except RuntimeError:
             check_not_written(before, operands, self._capture)  # says which
             raise
         check_not_written(before, operands, self._capture)
         check_not_recorded(result)
+        # Mappings in progress here stand for those of the call; at other places, what they wrap means something else.
+        if all(kind == _compat.VMAP for kind in self.levels[: len(_compat.transforms())]):
+            guard.release()
         self._determinism.note(result)
         self._capture.snapshot.settle()
         original = {id(new): operand for new, operand in zip(detached, operands, strict=True)}
         return tree.map(lambda leaf: original.get(id(leaf), leaf), result)
-
-    def _guarded(
-        self, run: Callable[..., Any], call: Callable[..., Any], operands: list[Tensor], guard: Guard, *args: Any
-    ) -> Any:
-        with torch.enable_grad(), self._ambient.entered(self._seeds(operands), operands, guard) as forks:
-            result = run(call, operands, *args)
-            self.draws = self._ambient.drawn(forks)
-        return result
 
     def again(self, *operands: Tensor) -> Any:
         """Calls the function once more, with everything around it as it was."""
@@ -99,6 +90,10 @@ class UserCall(Region):
         result = self._capture.called(operands, check_effects=self.plan is None)
         left = self._capture.take_left()
         return (result, left) if left else result
+
+    def _recorded_call(self, operands: Sequence[Tensor]) -> Any:
+        with self._kept.recording() if self._kept else nullcontext():
+            return self.call(operands) if self._trace is None else self._traced_call(self._trace, operands)
 
     def _traced_call(self, trace: OpTrace, operands: Sequence[Tensor]) -> Any:
         with trace:

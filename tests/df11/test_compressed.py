@@ -296,3 +296,12 @@ def test_a_view_that_negates_is_compressed_as_it_is_seen():
     found = fmp.df11.decompress(fmp.df11.compress(weights))
     assert torch.equal(found["x"], x)
     assert torch.equal(found["n"], -x)
+
+
+def test_decoding_does_not_load_the_compiler():
+    code = """
+import sys, torch, fmp
+fmp.df11.compress(torch.ones(64, 64).bfloat16()).decompress()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

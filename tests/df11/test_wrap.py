@@ -160,7 +160,8 @@ def test_the_module_is_left_as_it_is():
         copied = small.get_parameter(name)
         assert same_bits(copied, before[name])
         assert copied.data_ptr() != before[name].data_ptr()
-    again: Any = fmp.df11.wrap(small)
+    assert weights_of(fmp.df11.wrap(small)) == ["0.weight"]  # the other one may be about to be trained
+    again: Any = fmp.df11.wrap(small, ["*.weight"])
     assert again[0].weight.node is small[0].weight.node
     assert weights_of(again) == ["0.weight", "2.weight"]
 
@@ -209,6 +210,34 @@ def test_patterns_may_use_any_name_of_a_tied_weight():
     same = fmp.df11.compress(small.state_dict())
     again: Any = fmp.df11.wrap(Tied().bfloat16(), weights=same | {"head.weight": same["embed.weight"].decompress()})
     assert same_bits(again.embed.weight.decompress(), small.embed.weight.decompress())
+
+
+def adapted() -> Any:
+    return nn.Sequential(Adapted(nn.Linear(128, 128), 64), nn.ReLU(), Adapted(nn.Linear(128, 128), 64)).bfloat16()
+
+
+def test_adapters_stay_trainable(tmp_path):
+    model = adapted()
+    for name, param in model.named_parameters():
+        param.requires_grad_("layer" not in name)
+    small = fmp.df11.wrap(model)
+    assert weights_of(small) == ["0.layer.weight", "2.layer.weight"]
+    fmp.df11.save(small.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = adapted()
+    again = fmp.df11.wrap(empty, weights=fmp.df11.load(tmp_path / "model.safetensors"))
+    assert weights_of(again) == weights_of(small)
+    assert [name for name, param in again.named_parameters() if param.requires_grad and "layer" not in name] == [
+        "0.down",
+        "0.up",
+        "2.down",
+        "2.up",
+    ]
+    x = floats(2, 128)
+    assert same_bits(again(x), model(x))
+    assert weights_of(fmp.df11.wrap(empty, weights=model.state_dict())) == [
+        name for name, param in empty.named_parameters() if param.numel() >= 4096
+    ]
 
 
 def test_recurrent_layers_leave_their_weights_in_place():
@@ -309,10 +338,6 @@ def test_decoded_weights_live_one_at_a_time():
     assert peak(small) <= peak(module) + 1.01 * 2 * width * width
 
 
-def channels_last(module: Any) -> Any:
-    return module.to(memory_format=torch.channels_last)
-
-
 def test_what_is_kept_of_a_compressed_weight_is_listed_once():
     small, x = made("linear")[1:]
     kept = fmp.memory.saved_residuals(lambda x: small(x).sum(), x.requires_grad_())
@@ -352,6 +377,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fmp.df11.wrap(channels_last(nn.Conv2d(64, 64, 3).bfloat16())),
         ValueError,
         "weight has the strides",
+    ),
+    "missing, large": (
+        lambda: fmp.df11.wrap(nn.Linear(128, 128, device="meta").bfloat16(), weights={"bias": floats(128)}),
+        KeyError,
+        "'weight', which is on the meta device",
     ),
     "missing": (
         lambda: fmp.df11.wrap(

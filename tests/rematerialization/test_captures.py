@@ -174,9 +174,16 @@ def test_the_attribute_of_an_object_raises_under_a_transform():
 
 
 def test_the_attribute_of_an_object_raises_where_autograd_lies_outside_of_a_transform():
-    w = W.clone().requires_grad_()
+    w, x = W.clone().requires_grad_(), torch.stack([X, X]).requires_grad_()
     with pytest.raises(fmp.RematError, match="requires grad and is no operand"):
-        vmap(fmp.remat(Holder(w).method))(torch.stack([X, X]))
+        vmap(fmp.remat(Holder(w).method))(x)
+
+
+def test_the_attribute_of_an_object_gets_its_gradient_where_no_argument_wants_one():
+    w, same = W.clone().requires_grad_(), W.clone().requires_grad_()
+    vmap(fmp.remat(Holder(w).method))(torch.stack([X, X])).sum().backward()
+    vmap(Holder(same).method)(torch.stack([X, X])).sum().backward()
+    assert same_bits(w.grad, same.grad)
 
 
 def test_the_attribute_of_an_object_gets_its_gradient_without_a_transform():

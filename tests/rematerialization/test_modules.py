@@ -102,6 +102,26 @@ def test_a_weight_that_a_hook_computes(make, differentiate):
     torch.testing.assert_close(run(fmp.remat), run(as_it_is))
 
 
+@BOTH
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part")
+@pytest.mark.parametrize("is_pruned", [False, True])
+def test_a_recurrent_weight_that_a_hook_computes(is_pruned, by_autograd):
+    def run(wrap):
+        torch.manual_seed(0)
+        module: Any = nn.GRU(3, 4)
+        if is_pruned:
+            prune.l1_unstructured(module, "weight_hh_l0", amount=3)
+        else:
+            torch.nn.utils.weight_norm(module, "weight_hh_l0")
+        if by_autograd:
+            wrap(module)(X)[0].sin().sum().backward()
+            return [param.grad for param in module.parameters()]
+        return grad(lambda x: wrap(module)(x)[0].sin().sum())(X)
+
+    torch.testing.assert_close(run(fmp.remat), run(as_it_is))
+
+
 @pytest.mark.parametrize("gradient", [under_grad, plainly])
 def test_a_weight_that_a_hook_has_computed_before(gradient):
     linear = prune.random_unstructured(nn.Linear(3, 3), "weight", 0.5)

@@ -4,9 +4,11 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import optree
 import torch
 
 from fmp import master, tree
+from fmp.df11.compressed import CompressedTensor
 from fmp.df11.frozen_weight import FrozenWeight
 from fmp.dtypes import full_precision, is_castable
 from fmp.patterns import matches
@@ -104,6 +106,12 @@ def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
     if isinstance(params, torch.nn.Module):
         raise TypeError("params is an nn.Module; pass the parameters of a function: fmp.functionalize(module).params")
     for argument, value in (("params", params), ("buffers", buffers)):
+        nodes = optree.tree_leaves(value, is_leaf=lambda node: isinstance(node, CompressedTensor))
+        if any(isinstance(node, CompressedTensor) for node in nodes):
+            raise TypeError(
+                f"{argument} holds compressed tensors, which cannot be trained; leave them out and pass them to the "
+                "step as frozen=..., or decompress them first"
+            )
         for path, leaf in tree.items(value):
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise TypeError(

@@ -312,6 +312,8 @@ def test_compressed_weights_are_no_parameters_of_a_step():
     step = fmp.train_step(lambda params, batch: batch.sum(), fmp.optim.sgd(0.1))
     with pytest.raises(TypeError, match=r"'0\.weight' is a compressed weight.*frozen="):
         step.init(model.params)
+    with pytest.raises(TypeError, match="params holds compressed tensors"):
+        step.init({"layers": [fmp.df11.compress(fmp.df11.decompress(model.params))]})
 
 
 @pytest.mark.parametrize("wrap", [fmp.remat, lambda fn: fmp.remat(fn, saveable=fmp.saveable.dots)])

@@ -10,6 +10,7 @@ from torch.func import functionalize, grad, jacfwd, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from fmp import _compat
+from fmp._compat import levels
 
 vjp: Any = torch.func.vjp  # its annotation leaves the length of the result open
 
@@ -30,9 +31,9 @@ _compat.register_pytree(
 def test_the_private_names_exist():
     names = ["get_interpreter_stack", "peek_interpreter_stack", "is_functorch_wrapped_tensor", "get_unwrapped"]
     names += ["maybe_current_level"]
-    assert [name for name in names if not callable(getattr(_compat._functorch, name, None))] == []
-    assert _compat._functorch.TransformType.Grad != _compat._functorch.TransformType.Vmap
-    assert _compat._functorch.peek_interpreter_stack() is None
+    assert [name for name in names if not callable(getattr(levels._functorch, name, None))] == []
+    assert levels._functorch.TransformType.Grad != levels._functorch.TransformType.Vmap
+    assert levels._functorch.peek_interpreter_stack() is None
     assert forward_ad._current_level == -1
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmp import _compat, tree
+from fmp import _compat, dtypes, tree
 from fmp.live_memory import Watch, storages, uncompiled
 from fmp.memory.stand_ins import stand_ins
 from fmp.rematerialization.recording import NameListener
 
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, _compat))
+_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, dtypes))
 _MODES = ("__torch_function__", "__torch_dispatch__")
 
 

@@ -304,4 +304,4 @@ import sys, torch, fmp
 fmp.df11.compress(torch.ones(64, 64).bfloat16()).decompress()
 assert "torch._dynamo" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,6 +6,7 @@ default dtype       the default device is a function mode
 random state        of the CPU, of the CUDA devices in use, and of the generators that the call can reach
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -16,8 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from fmp import _compat
 from fmp.dropout import SeededRandomness
+from fmp.errors import RematError
 from fmp.policy.caster import Caster
 from fmp.policy.op_rules import OpRules
+
+# torch waits for a generator with Python's lock in its hand. If a garbage collection lets go of that lock while another
+# thread reads the state, both wait for ever; whoever waits here does so without it.
+_generators = threading.RLock()
 
 
 class _Casting(NamedTuple):
@@ -42,31 +48,25 @@ class RandomState(NamedTuple):
     cpu: Tensor
     cuda: tuple[tuple[int, Tensor], ...]
     generators: tuple[tuple[torch.Generator, Tensor], ...]
+    is_cuda_in_use: bool
 
 
 class Ambient:
     """What surrounds the caller.
 
     Args:
-        tensors: The tensors of the call; their CUDA devices are the ones whose random state is kept.
-        generators: Random generators whose state is kept.
-        preserve_rng_state: Whether random state is kept at all.
+        random: The state of the random generators, where numbers shall be drawn again.
 
     Attributes:
         seeds: The seeds of the modes around. They may be wrapped by a transform, so they are operands like any tensor.
     """
 
-    def __init__(
-        self,
-        tensors: Iterable[Tensor] = (),
-        generators: Iterable[torch.Generator] = (),
-        preserve_rng_state: bool = True,
-    ):
+    def __init__(self, random: RandomState | None = None):
         self._originals = [mode for mode in _compat.function_modes() if isinstance(mode, SeededRandomness)]
         self._modes = [_as_it_stands(mode) for mode in _compat.function_modes()]
         self._autocast = {device: torch.get_autocast_dtype(device) for device in _compat.autocast_devices()}
         self._default_dtype = torch.get_default_dtype()
-        self._random = random_state(tensors, generators) if preserve_rng_state else None
+        self._random = random
         self.seeds = [state.seed for state in self._modes if isinstance(state, _Seeded)]
 
     @contextmanager
@@ -112,11 +112,10 @@ class Ambient:
             yield forks
 
     def is_here(self) -> bool:
-        """Says whether nothing surrounded the call that would have to be restored for the caller."""
+        """Says whether `entered` would change nothing."""
         return (
             not (self._modes or self._autocast or _compat.function_modes() or _compat.autocast_devices())
             and torch.get_default_dtype() == self._default_dtype
-            and self._random is None
         )
 
     @contextmanager
@@ -126,11 +125,7 @@ class Ambient:
             yield
             return
         state = self._random
-        before = RandomState(
-            torch.get_rng_state(),
-            tuple([(device, torch.cuda.get_rng_state(device)) for device, _ in state.cuda]),
-            tuple([(generator, generator.get_state()) for generator, _ in state.generators]),
-        )
+        before = _read([device for device, _ in state.cuda], [generator for generator, _ in state.generators])
         set_random_state(state)
         try:
             yield
@@ -155,25 +150,43 @@ class Ambient:
         self._originals = []
 
 
-def random_state(tensors: Iterable[Tensor], generators: Iterable[torch.Generator]) -> RandomState:
+def random_state(tensors: Iterable[Tensor] = (), generators: Iterable[torch.Generator] = ()) -> RandomState:
     """Reads the state of the CPU's generator, of those of the CUDA devices in use, and of the given ones."""
     devices = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
     if torch.cuda.is_initialized():
         devices.add(torch.cuda.current_device())
-    return RandomState(
-        torch.get_rng_state(),
-        tuple([(device, torch.cuda.get_rng_state(device)) for device in sorted(devices)]),
-        tuple([(generator, generator.get_state()) for generator in generators]),
-    )
+    return _read(sorted(devices), generators)
+
+
+def check_devices(state: RandomState) -> None:
+    """Checks that no device has come into use since `random_state` read the state of those in use.
+
+    Raises:
+        RematError: If CUDA has been initialized since.
+    """
+    if torch.cuda.is_initialized() and not state.is_cuda_in_use:
+        message = "the function has initialized CUDA, so its random numbers there cannot be drawn again"
+        raise RematError(f"remat: {message}; call torch.cuda.init() before, or pass preserve_rng_state=False")
 
 
 def set_random_state(state: RandomState) -> None:
     """Sets the generators to the state that `random_state` has read."""
-    torch.set_rng_state(state.cpu)
-    for device, numbers in state.cuda:
-        torch.cuda.set_rng_state(numbers, device)
-    for generator, numbers in state.generators:
-        generator.set_state(numbers)
+    with _generators:
+        torch.set_rng_state(state.cpu)
+        for device, numbers in state.cuda:
+            torch.cuda.set_rng_state(numbers, device)
+        for generator, numbers in state.generators:
+            generator.set_state(numbers)
+
+
+def _read(devices: Iterable[int], generators: Iterable[torch.Generator]) -> RandomState:
+    with _generators:
+        return RandomState(
+            torch.get_rng_state(),
+            tuple([(device, torch.cuda.get_rng_state(device)) for device in devices]),
+            tuple([(generator, generator.get_state()) for generator in generators]),
+            torch.cuda.is_initialized(),
+        )
 
 
 def _as_it_stands(mode: TorchFunctionMode) -> Any:

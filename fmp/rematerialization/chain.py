@@ -87,7 +87,7 @@ def measure(fns: Sequence[Callable[..., Any]], args: tuple[Any, ...], create_gra
         RematError: If a function changes what it was given, or needs values under a transform.
     """
     capture = Capture((tuple(fns), args))
-    ambient = Ambient(capture.tensors, capture.generators, preserve_rng_state=False)
+    ambient = Ambient()
     operands = [*capture.tensors, *ambient.seeds]
 
     def on_fake_tensors() -> Measured:

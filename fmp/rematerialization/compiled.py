@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fmp import _compat
-from fmp.ambient import Ambient
+from fmp.ambient import Ambient, random_state
 from fmp.rematerialization.naming import name_in_graph
 from fmp.rematerialization.saveable import Names, Nothing, Saveable
 
@@ -71,7 +71,7 @@ class _DrawingAgain(AbstractContextManager[None]):
     """Restores the random state of now whenever it is entered, around another context."""
 
     def __init__(self, inner: AbstractContextManager[Any]):
-        self._ambient, self._inner, self._stack = Ambient(), inner, ExitStack()
+        self._ambient, self._inner, self._stack = Ambient(random_state()), inner, ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._ambient.drawing_again())

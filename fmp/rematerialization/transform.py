@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fmp import _compat
-from fmp.ambient import Ambient, random_state, set_random_state
+from fmp.ambient import Ambient, check_devices, random_state, set_random_state
 from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.compiled import passes_of, traced
@@ -164,14 +164,14 @@ def _under_transforms(
     capture: Capture, preserve_rng_state: bool, determinism_check: DeterminismCheck, debug: bool, kept: Kept | None
 ) -> Any:
     check_layouts(capture)
-    ambient = Ambient(capture.tensors, capture.generators, preserve_rng_state)
+    start = random_state(capture.tensors, capture.generators)
+    ambient = Ambient(start if preserve_rng_state else None)
     operands = [*capture.tensors, *ambient.seeds]
     kinds = _compat.transforms()
     function, args, kwargs = capture.value
     if not operands or not _is_differentiated(kinds, capture.tensors) or _is_mapped_sparse(kinds, capture.tensors):
         with capture.exclusive():
             return function(*args, **kwargs)
-    start = random_state(capture.tensors, capture.generators) if _compat.VMAP in kinds else None
     call = UserCall(capture, ambient, Determinism(determinism_check), kept, kinds, debug)
     try:
         result = unchangeable(invoke(call, operands), operands)
@@ -179,12 +179,14 @@ def _under_transforms(
         raise
     except RuntimeError as error:
         check_no_autograd_inside(error)
-        if start is None or isinstance(error, torch.OutOfMemoryError):
+        if _compat.VMAP not in kinds or isinstance(error, torch.OutOfMemoryError):
             raise
         # torch can map some functions, such as nn.GRUCell, but not their derivatives.
         set_random_state(start)
         return function(*args, **kwargs)
     ambient.settle(call.draws)
+    if preserve_rng_state:
+        check_devices(start)
     if capture.left:
         result, left = result
         capture.leave(left)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 import fmp
 from fmp import _compat
 from fmp.dropout import SeededRandomness
+from fmp.rematerialization import plain
 from tests.bits import differing, same_bits
 
 X = torch.linspace(-1.0, 1.0, 4)
@@ -287,3 +288,33 @@ def test_dropout_of_a_transposed_tensor_draws_the_same_mask_again(gradient, save
         return gradient(lambda x: f(x).square().sum())(x), torch.rand(1)
 
     assert differing(run(f), run(fmp.remat(f, saveable=saveable))) == set()
+
+
+@BOTH
+def test_a_device_that_the_function_initializes(gradient, monkeypatch):
+    in_use = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(in_use))
+
+    def f(x):
+        in_use.append(True)
+        return x.sin()
+
+    with pytest.raises(fmp.RematError, match="has initialized CUDA"):
+        gradient(fmp.remat(f))
+    in_use.clear()
+    assert torch.equal(gradient(fmp.remat(f, preserve_rng_state=False)), X.cos())
+
+
+@pytest.mark.parametrize("type_of", ["xpu", "cpu"])
+def test_torch_restores_the_random_state_of_devices_that_fmp_does_not_know(type_of, monkeypatch):
+    asked = []
+
+    def checkpoint(run, *tensors, preserve_rng_state, **options):
+        asked.append(preserve_rng_state)
+        return run(*tensors)
+
+    monkeypatch.setattr(plain, "checkpoint", checkpoint)
+    monkeypatch.setattr(plain, "_KNOWN", {"cpu"} - {"cpu" if type_of == "xpu" else ""})
+    fmp.remat(torch.sin)(X)
+    fmp.remat(torch.sin, preserve_rng_state=False)(X)
+    assert asked == [type_of == "xpu", False]

@@ -14,6 +14,8 @@
 // Learning rate and bias corrections are in the coefficients, a row for each tensor, for each has its own age. They are
 // computed on the device by the same torch operations as for `update`: powers and logarithms differ in the last bit
 // from one library to the next, what is here does not.
+//
+// The parameter p is in one of the forms of parameters.cuh, and float32 in between.
 #include "chunks.cuh"
 #include "factors.cuh"
 #include "parameters.cuh"
@@ -23,7 +25,7 @@ struct adam_row {
   void* parameter;
   float* first_moment;
   float* second_moment;
-  void* low;  // null for none
+  void* low;  // what the form keeps beside the parameter; null for none
   long long size;
   u64 flags;
 };
@@ -56,14 +58,14 @@ __device__ __forceinline__ float lerp(float from, float to, float weight) {
 template <class Gradient, class Form>
 __device__ __forceinline__ void adam(const adam_row* rows, const u64* chunks, int chunk_size,
                                      const adam_coefficients* coefficients, const float* scale, int divide,
-                                     const float* clip, const u8* finite) {
+                                     const float* clip, const u8* finite, const long long* seeds) {
   if (finite && !*finite) return;
   const chunk here = chunk_of_block(chunks, chunk_size);
   const adam_row row = rows[here.row];
   const adam_coefficients of_tensor = coefficients[here.row];
   const factor unscale = read_factor(scale, divide), shorten = read_factor(clip, false);
   const Gradient* gradient = (const Gradient*)row.gradient + here.first;
-  const Form form(row.parameter, row.low, here.first);
+  const Form form(row.parameter, row.low, here, seeds);
   float* first = row.first_moment + here.first;
   float* second = row.second_moment + here.first;
 
@@ -98,9 +100,24 @@ __device__ __forceinline__ void adam(const adam_row* rows, const u64* chunks, in
   extern "C" __global__ void __launch_bounds__(512) name( \
       const adam_row* rows, const u64* chunks, int chunk_size, const adam_coefficients* coefficients, \
       const float* scale, int divide, const float* clip, const u8* finite) { \
-    adam<Gradient, Form>(rows, chunks, chunk_size, coefficients, scale, divide, clip, finite); \
+    adam<Gradient, Form>(rows, chunks, chunk_size, coefficients, scale, divide, clip, finite, nullptr); \
   }
 ADAM(adam_f32_f16, float, cast_form<f16_t>)
 ADAM(adam_f32_bf16, float, cast_form<bf16_t>)
 ADAM(adam_f16_f16, f16_t, cast_form<f16_t>)
 ADAM(adam_bf16_bf16, bf16_t, cast_form<bf16_t>)
+ADAM(adam_f32_remainder, float, remainder_form)
+ADAM(adam_bf16_remainder, bf16_t, remainder_form)
+
+// The seeds, one a row, lie on the device, so that a captured graph draws by those of its own step.
+#define ADAM_STOCHASTIC(name, Gradient, Parameter) \
+  extern "C" __global__ void __launch_bounds__(512) name( \
+      const adam_row* rows, const u64* chunks, int chunk_size, const adam_coefficients* coefficients, \
+      const float* scale, int divide, const float* clip, const u8* finite, const long long* seeds) { \
+    adam<Gradient, stochastic_form<Parameter>>( \
+        rows, chunks, chunk_size, coefficients, scale, divide, clip, finite, seeds); \
+  }
+ADAM_STOCHASTIC(adam_f32_stochastic_f16, float, f16_t)
+ADAM_STOCHASTIC(adam_f32_stochastic_bf16, float, bf16_t)
+ADAM_STOCHASTIC(adam_f16_stochastic_f16, f16_t, f16_t)
+ADAM_STOCHASTIC(adam_bf16_stochastic_bf16, bf16_t, bf16_t)

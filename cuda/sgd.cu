@@ -7,6 +7,8 @@
 //   m = fma(momentum, m, g * gain)                   gain = 1 - dampening, but 1 the first time
 //   d = g without momentum, else m, or fma(momentum, m, g) for Nesterov
 //   p = p + d * -learning_rate
+//
+// The parameter p is in one of the forms of parameters.cuh, and float32 in between.
 #include "chunks.cuh"
 #include "factors.cuh"
 #include "parameters.cuh"
@@ -15,7 +17,7 @@ struct sgd_row {
   const void* gradient;
   void* parameter;
   float* momentum;  // null without momentum
-  void* low;        // null for none
+  void* low;        // what the form keeps beside the parameter; null for none
   long long size;
   u64 flags;
 };
@@ -38,14 +40,14 @@ struct sgd_inputs {
 template <class Gradient, class Form>
 __device__ __forceinline__ void sgd(const sgd_row* rows, const u64* chunks, int chunk_size,
                                     const sgd_coefficients* coefficients, const float* scale, int divide,
-                                    const float* clip, const u8* finite) {
+                                    const float* clip, const u8* finite, const long long* seeds) {
   if (finite && !*finite) return;
   const chunk here = chunk_of_block(chunks, chunk_size);
   const sgd_row row = rows[here.row];
   const sgd_coefficients of_tensor = coefficients[here.row];
   const factor unscale = read_factor(scale, divide), shorten = read_factor(clip, false);
   const Gradient* gradient = (const Gradient*)row.gradient + here.first;
-  const Form form(row.parameter, row.low, here.first);
+  const Form form(row.parameter, row.low, here, seeds);
   float* momentum = row.momentum ? row.momentum + here.first : nullptr;
 
   const auto read = [&](auto w, int i) {
@@ -81,9 +83,24 @@ __device__ __forceinline__ void sgd(const sgd_row* rows, const u64* chunks, int 
   extern "C" __global__ void __launch_bounds__(512) name( \
       const sgd_row* rows, const u64* chunks, int chunk_size, const sgd_coefficients* coefficients, \
       const float* scale, int divide, const float* clip, const u8* finite) { \
-    sgd<Gradient, Form>(rows, chunks, chunk_size, coefficients, scale, divide, clip, finite); \
+    sgd<Gradient, Form>(rows, chunks, chunk_size, coefficients, scale, divide, clip, finite, nullptr); \
   }
 SGD(sgd_f32_f16, float, cast_form<f16_t>)
 SGD(sgd_f32_bf16, float, cast_form<bf16_t>)
 SGD(sgd_f16_f16, f16_t, cast_form<f16_t>)
 SGD(sgd_bf16_bf16, bf16_t, cast_form<bf16_t>)
+SGD(sgd_f32_remainder, float, remainder_form)
+SGD(sgd_bf16_remainder, bf16_t, remainder_form)
+
+// The seeds, one a row, lie on the device, so that a captured graph draws by those of its own step.
+#define SGD_STOCHASTIC(name, Gradient, Parameter) \
+  extern "C" __global__ void __launch_bounds__(512) name( \
+      const sgd_row* rows, const u64* chunks, int chunk_size, const sgd_coefficients* coefficients, \
+      const float* scale, int divide, const float* clip, const u8* finite, const long long* seeds) { \
+    sgd<Gradient, stochastic_form<Parameter>>( \
+        rows, chunks, chunk_size, coefficients, scale, divide, clip, finite, seeds); \
+  }
+SGD_STOCHASTIC(sgd_f32_stochastic_f16, float, f16_t)
+SGD_STOCHASTIC(sgd_f32_stochastic_bf16, float, bf16_t)
+SGD_STOCHASTIC(sgd_f16_stochastic_f16, f16_t, f16_t)
+SGD_STOCHASTIC(sgd_bf16_stochastic_bf16, bf16_t, bf16_t)

@@ -27,21 +27,31 @@ from tests.kernels import (
     test_df11,
     test_df11_published,
     test_loss_scale,
+    test_remainder,
     test_scale,
     test_sgd,
+    test_stochastic,
 )
 
+SOURCES = ("scale", "axpby", "adam", "sgd", "loss_scale", "df11", "df11_published")
 TESTS = {
     "types.cuh": ["scale", "axpby"],
     "chunks.cuh": ["scale", "axpby", "adam"],
     "factors.cuh": ["scale", "adam", "sgd"],
     "reduce.cuh": ["scale"],
-    "parameters.cuh": ["adam"],
-    **{f"{name}.cu": [name] for name in ("scale", "axpby", "adam", "sgd", "loss_scale", "df11", "df11_published")},
+    "parameters.cuh": ["adam", "remainder", "stochastic"],
+    "random.cuh": ["stochastic"],
+    **{f"{name}.cu": [name] for name in SOURCES},
+    **{f"{name}.cu": [name, "remainder", "stochastic"] for name in ("adam", "sgd")},
 }
+# Which kernels a test runs, if they are not in the source of its own name.
+RUNS = {"remainder": ["adam", "sgd"], "stochastic": ["adam", "sgd"]}
 FILES = {
     module.__name__.rpartition("test_")[2]: str(module.__file__)
-    for module in (test_adam, test_axpby, test_df11, test_df11_published, test_loss_scale, test_scale, test_sgd)
+    for module in (
+        *(test_adam, test_axpby, test_df11, test_df11_published, test_loss_scale),
+        *(test_remainder, test_scale, test_sgd, test_stochastic),
+    )
 }
 # Drawn and long inputs are left out: what only they notice, a chosen input should.
 LEFT_OUT = "not any_mix and not any_rule and not long"
@@ -62,6 +72,10 @@ RULES = [
     (r" \|\| ", " && "),
     (r" & ", " | "),
     (r" \| ", " & "),
+    (r" \^ ", " & "),
+    (r" \^ ", " | "),
+    (r" \^= ", " = "),
+    (r" \*= ", " = "),
     (r" \|= ", " = "),
     (r" \+= ", " -= "),
     (r"(?<=[ (])!(?=[\w*(])", ""),
@@ -78,6 +92,14 @@ RULES = [
     (r"\b255u", "127u"),
     (r"0x7fffffu\b", "0x3fffffu"),
     (r"0x7fffu\b", "0x8000u"),
+    (r"0x8000u", "0x7fffu"),
+    (r"\b0x[0-9a-f]{7}([0-9a-f])u", r"0x1234567\1u"),
+    (r"\b0x1p(\d+)f", r"0x1p1\1f"),
+    (r"\bmin\(", "max("),
+    (r"\bmax\(", "min("),
+    (r"\bfloorf\(", "rintf("),
+    (r"~", ""),
+    (r"here\.(?:first|row)\b", "0"),
     (r"\bfmaf\(", "unfused("),
     (r"__syncthreads_or\((\w+)\)", r"\1"),
     (r"threadIdx\.x", "(threadIdx.x ^ 1)"),
@@ -122,8 +144,8 @@ def verdict(mutant: Mutant) -> str:
         (Path(folder) / mutant.file).write_text(mutant.text)
         names = TESTS[mutant.file]
         try:
-            for name in names:
-                build(Path(folder) / f"{name}.cu", "checked")
+            for stem in {stem for name in names for stem in RUNS.get(name, [name])}:
+                build(Path(folder) / f"{stem}.cu", "checked")
         except RuntimeError:
             return "does not compile"
         child = os.fork()

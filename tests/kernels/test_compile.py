@@ -31,10 +31,22 @@ WIDE_LOADS = {
     "adam_f32_bf16": {"LDG.E.128": 4, "STG.E.128": 3, "STG.E.64": 1},
     "adam_f16_f16": {"LDG.E.128": 3, "LDG.E.64": 1, "STG.E.128": 3, "STG.E.64": 1},
     "adam_bf16_bf16": {"LDG.E.128": 3, "LDG.E.64": 1, "STG.E.128": 3, "STG.E.64": 1},
+    "adam_f32_remainder": {"LDG.E.128": 3, "LDG.E.64": 2, "STG.E.128": 2, "STG.E.64": 2},
+    "adam_bf16_remainder": {"LDG.E.128": 2, "LDG.E.64": 3, "STG.E.128": 2, "STG.E.64": 2},
+    "adam_f32_stochastic_f16": {"LDG.E.128": 3, "LDG.E.64": 1, "STG.E.128": 2, "STG.E.64": 1},
+    "adam_f32_stochastic_bf16": {"LDG.E.128": 3, "LDG.E.64": 1, "STG.E.128": 2, "STG.E.64": 1},
+    "adam_f16_stochastic_f16": {"LDG.E.128": 2, "LDG.E.64": 2, "STG.E.128": 2, "STG.E.64": 1},
+    "adam_bf16_stochastic_bf16": {"LDG.E.128": 2, "LDG.E.64": 2, "STG.E.128": 2, "STG.E.64": 1},
     "sgd_f32_f16": {"LDG.E.128": 3, "STG.E.128": 2, "STG.E.64": 1},
     "sgd_f32_bf16": {"LDG.E.128": 3, "STG.E.128": 2, "STG.E.64": 1},
     "sgd_f16_f16": {"LDG.E.128": 2, "LDG.E.64": 1, "STG.E.128": 2, "STG.E.64": 1},
     "sgd_bf16_bf16": {"LDG.E.128": 2, "LDG.E.64": 1, "STG.E.128": 2, "STG.E.64": 1},
+    "sgd_f32_remainder": {"LDG.E.128": 2, "LDG.E.64": 2, "STG.E.128": 1, "STG.E.64": 2},
+    "sgd_bf16_remainder": {"LDG.E.128": 1, "LDG.E.64": 3, "STG.E.128": 1, "STG.E.64": 2},
+    "sgd_f32_stochastic_f16": {"LDG.E.128": 2, "LDG.E.64": 1, "STG.E.128": 1, "STG.E.64": 1},
+    "sgd_f32_stochastic_bf16": {"LDG.E.128": 2, "LDG.E.64": 1, "STG.E.128": 1, "STG.E.64": 1},
+    "sgd_f16_stochastic_f16": {"LDG.E.128": 1, "LDG.E.64": 2, "STG.E.128": 1, "STG.E.64": 1},
+    "sgd_bf16_stochastic_bf16": {"LDG.E.128": 1, "LDG.E.64": 2, "STG.E.128": 1, "STG.E.64": 1},
 }
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=nvrtc.missing() or "")

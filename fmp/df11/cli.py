@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from fmp import patterns
-from fmp.df11 import codec, conversion, model_files, terminal
+from fmp import patterns, terminal
+from fmp.df11 import codec, conversion, model_files
 from fmp.df11.container import WeightFile
 from fmp.df11.conversion import Converted, Inspected
 from fmp.df11.model_files import ModelFiles
-from fmp.df11.terminal import DIFFERENT, OK, no_wider_than, printable, with_bar
 from fmp.dtypes import short_name
 from fmp.folders import atomic_folder
+from fmp.terminal import DIFFERENT, OK, no_wider_than, printable, with_bar
 
 _SHOWN = 20
 _EXIT_CODES = "exit codes: 0 done, or equal; 1 damaged, or different; 2 it could not be done as asked"

@@ -11,9 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from fmp import df11
+from fmp import df11, terminal
 from fmp.__main__ import main
-from fmp.df11 import terminal, writing
+from fmp.df11 import writing
 from tests.bits import same_bits
 
 

@@ -1,4 +1,4 @@
-"""How the commands of `python -m fmp df11` talk to a terminal, to other programs and to the file system."""
+"""How the commands of `python -m fmp` talk to a terminal, to other programs and to the file system."""
 
 import argparse
 import contextlib

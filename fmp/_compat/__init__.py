@@ -2,6 +2,7 @@
 
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor, FakeTensorMode as FakeTensorMode
 
+from fmp._compat.backward import ENGINE as ENGINE, next_number as next_number, running_node as running_node
 from fmp._compat.compiler import (
     allow_side_effects_in_checkpoint as allow_side_effects_in_checkpoint,
     compiled_on_its_own as compiled_on_its_own,

@@ -4,8 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fmp import __version__
-from fmp.df11 import cli, terminal
+from fmp import __version__, terminal
+from fmp.df11 import cli as df11_cli
+from fmp.memory import cli as memory_cli
+from fmp.numerics import cli as numerics_cli
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fmp", description="Functional mixed precision for PyTorch.")
     parser.add_argument("--version", action="version", version=__version__)
-    cli.add_commands(parser.add_subparsers(title="commands", metavar="COMMAND"))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for module in (df11_cli, memory_cli, numerics_cli):
+        module.add_commands(commands)
     options = parser.parse_args(arguments)
     if "run" not in options:
         (options.parser if "parser" in options else parser).print_help()

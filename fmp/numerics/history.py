@@ -1,0 +1,130 @@
+"""The bounded history of a run: a ring of rows on the device, and the same in time order as numpy arrays."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fmp import tree
+from fmp.numerics.watch import MEASURES, fractions
+
+Path = tuple[str | int, ...]
+
+
+@tree.dataclass
+class History:
+    """The last steps of a run, as `fmp.numerics.record` keeps them: tensors on the device, and a tree like any other.
+
+    Row `i % length` of the table is step `i`. It may be saved by `fmp.checkpoint`, mapped by `torch.func.vmap` and
+    compiled. Each step makes a new one; looking into it by `arrays` or `latest` is what waits for the device.
+
+    Attributes:
+        count: i64[], the number of steps recorded so far.
+        table: f32[length, columns], or f64 if a metric needs it: first the metrics, then three for each leaf.
+        metrics: The paths of the metrics.
+        dtypes: Their dtypes.
+        leaves: What is measured, and by which format: for example `("grad", "blocks/0/w", "f16")`.
+        watched: Where in the state the measurements of an optimizer are.
+        params_in: The format by which parameters are measured; None if they are not.
+    """
+
+    count: torch.Tensor
+    table: torch.Tensor
+    metrics: tuple[Path, ...] = tree.static()
+    dtypes: tuple[torch.dtype, ...] = tree.static()
+    leaves: tuple[tuple[str, str, str], ...] = tree.static()
+    watched: tuple[Path, ...] = tree.static(default=())
+    params_in: torch.dtype | None = tree.static(default=None)
+
+    @property
+    def length(self) -> int:
+        """How many steps are kept at most."""
+        return self.table.shape[-2]
+
+    def arrays(self) -> dict[str, npt.NDArray]:
+        """Returns all steps that are kept, oldest first.
+
+        Returns:
+            By path: `step`, counted from the first recorded one; each metric, such as `loss`, `grad_norm` or, with
+            several losses, `loss/generator`; and for each leaf of the gradients, if `watch_gradients` is in the
+            optimizer, `grad_amax/blocks/0/w`, `grad_underflow/...` and `grad_zeros/...`; `param_amax/...` and so on
+            for parameters. Shape [steps]; after vmap [members, steps]. What a step has not measured is NaN. A metric
+            whose path is taken by one of these begins with `metrics/`.
+
+        Raises:
+            ValueError: If the members of a mapped history have made different numbers of steps.
+
+        Example:
+            >>> recorded = fmp.numerics.record(lambda state, batch: (state + batch, {"total": state + batch}), length=2)
+            >>> carry = recorded.init(torch.tensor(0.0), torch.tensor(1.0))
+            >>> for _ in range(3):
+            ...     carry, metrics = recorded(carry, torch.tensor(1.0))
+            >>> carry[1].arrays()["total"].tolist(), carry[1].arrays()["step"].tolist()
+            ([2.0, 3.0], [1, 2])
+        """
+        return self.latest(self.length)
+
+    def latest(self, n: int) -> dict[str, npt.NDArray]:
+        """Returns the last `n` steps, or as many as are kept, oldest first; see `arrays`.
+
+        Raises:
+            ValueError: If `n` is negative, or the members of a mapped history have made different numbers of steps.
+        """
+        if n < 0:
+            raise ValueError(f"n must be at least 0, got {n}")
+        counts = np.unique(self.count.cpu().numpy())
+        if len(counts) != 1:
+            raise ValueError(
+                f"the members of this history have made from {counts.min()} to {counts.max()} steps; take one of them, "
+                "with fmp.tree.map(lambda leaf: leaf[0], history)"
+            )
+        count = int(counts[0])
+        steps = np.arange(count - min(n, count, self.length), count)
+        rows = self.table[..., torch.from_numpy(steps % self.length).to(self.table.device), :].cpu()
+        found: dict[str, npt.NDArray] = {"step": steps}
+        taken = {"step", *[column(kind, measure, path) for kind, path, _ in self.leaves for measure in MEASURES]}
+        for index, (path, dtype) in enumerate(zip(self.metrics, self.dtypes, strict=True)):
+            name = tree.join(path) or "metrics"
+            found[f"metrics/{name}" if name in taken else name] = _array(rows[..., index], dtype)
+        if self.leaves:
+            measured = rows[..., len(self.metrics) :].unflatten(-1, (len(self.leaves), len(MEASURES)))
+            measured = fractions(measured.float()).numpy()
+            for place, (kind, path, _) in enumerate(self.leaves):
+                for index, measure in enumerate(MEASURES):
+                    found[column(kind, measure, path)] = measured[..., place, index]
+        return found
+
+
+def with_row(
+    history: History, values: Sequence[torch.Tensor], measured: Sequence[torch.Tensor], *, overwrite: bool = False
+) -> History:
+    """Records one step.
+
+    Args:
+        history: The history before.
+        values: The metrics, each a scalar.
+        measured: What `measure` returned for each leaf.
+        overwrite: Whether to write into the old table.
+    """
+    table = history.table
+    parts = [torch.stack([_like(value, table) for value in values])] if values else []
+    row = torch.cat([*parts, *[_like(row, table) for row in measured]]).detach()
+    slot = (history.count % history.length,)
+    table = table.index_put_(slot, row) if overwrite else table.index_put(slot, row)
+    return tree.replace(history, count=history.count + 1, table=table)
+
+
+def _like(value: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    # To ask is faster than to convert for nothing.
+    return value if value.dtype == table.dtype and value.device == table.device else value.to(table)
+
+
+def column(kind: str, measure: str, path: str) -> str:
+    """Names what is measured of a leaf: `grad_amax/blocks/0/w`."""
+    return f"{kind}_{measure}/{path}" if path else f"{kind}_{measure}"
+
+
+def _array(values: torch.Tensor, dtype: torch.dtype) -> npt.NDArray:
+    # numpy has no numbers of 16 bits with the range of bfloat16, nor of 8.
+    return values.to(torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype).numpy()

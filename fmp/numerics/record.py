@@ -1,0 +1,283 @@
+"""`fmp.numerics.record`: a train step that keeps its own history, on the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optree
+import torch
+
+from fmp import _compat, tree
+from fmp.dtypes import full_precision, is_castable, short_name
+from fmp.numerics.formats import number_format
+from fmp.numerics.history import History, Path, with_row
+from fmp.numerics.watch import MEASURES, WatchState, measure
+from fmp.step import Metrics, TrainState, TrainStep
+from fmp.step.config import StepConfig
+from fmp.step.donation import check_owned, give_away
+
+_BY_KEY = (dict, list, tuple)
+
+Tree = Any
+Step = Callable[..., tuple[Any, Tree]]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step that records; `fmp.numerics.record` makes it and describes what it does.
+
+    Attributes:
+        step: The step itself.
+        length: How many steps are kept.
+        params: The format by which parameters are measured; None if they are not.
+    """
+
+    __name__ = "recorded"  # for torch.func.vmap, which would ask for a repr otherwise
+
+    step: Step
+    length: int
+    params: torch.dtype | None
+
+    def init(self, state: Tree, batch: Tree = None, **kwargs: Any) -> tuple[Tree, History]:
+        """Makes the history of no steps.
+
+        Args:
+            state: The state of the step, from its own `init`. It is not copied.
+            batch: A batch, if not only the fields of `fmp.Metrics` are to be recorded, but also scalars in its `aux`;
+                and for any step but one that `fmp.train_step` made. One step is made with it, and thrown away, to see
+                what its metrics are. (Such a step of your own gets a copy of the state.)
+            **kwargs: What the step takes besides.
+
+        Returns:
+            The pair of the state and the history: what the recording step takes.
+
+        Raises:
+            TypeError: If the step is one of your own and there is no batch.
+            ValueError: If nothing can be recorded, or parameters are to be measured and the state has no `params`.
+        """
+        check_owned(state)
+        if batch is not None:
+            metrics = _tried(self.step, state, batch, kwargs)
+        elif isinstance(self.step, TrainStep) and isinstance(state, TrainState):
+            metrics = _expected(self.step.config, state)
+        else:
+            raise TypeError(
+                "the metrics of a step that fmp.train_step has not made are not known in advance; pass a batch: "
+                "recorded.init(state, batch)"
+            )
+        found = [(path, leaf) for path, leaf in zip(*_flat(metrics), strict=True) if _is_scalar(leaf)]
+        values = [torch.as_tensor(leaf) for _, leaf in found]
+        watched = _watched(state)
+        leaves = _watched_leaves(state, watched)
+        if self.params is not None:
+            name = short_name(self.params)
+            leaves += [("param", path, name) for path, leaf in tree.items(_params(state)) if is_castable(leaf)]
+        if not found and not leaves:
+            raise ValueError(f"there is nothing to record: the metrics have no scalars, {tree.describe(metrics)}")
+        for path, leaf in found:
+            if _at(metrics, path) is not leaf:
+                raise TypeError(f"metrics: {tree.join(path)} is in a node that has neither keys nor fields by its name")
+        exact_in_float32 = all(_fits_float32(value.dtype) for value in values)
+        like = next((leaf for leaf in tree.leaves((state, values)) if isinstance(leaf, torch.Tensor)), None)
+        device = None if like is None else like.device
+        history = History(
+            count=torch.zeros((), dtype=torch.int64, device=device),
+            table=torch.zeros(
+                (self.length, len(found) + len(MEASURES) * len(leaves)),
+                dtype=torch.float32 if exact_in_float32 else torch.float64,
+                device=device,
+            ),
+            metrics=tuple(path for path, _ in found),
+            dtypes=tuple(value.dtype for value in values),
+            leaves=tuple(leaves),
+            watched=watched,
+            params_in=self.params,
+        )
+        return state, history
+
+    def __call__(self, carry: tuple[Tree, History], batch: Tree, **kwargs: Any) -> tuple[tuple[Tree, History], Tree]:
+        """Makes one step and records it.
+
+        Args:
+            carry: The pair of state and history, from `init` or from the step before.
+            batch: Passed to the step.
+            **kwargs: Passed to the step.
+
+        Returns:
+            The next pair of state and history, and the metrics of this step.
+
+        Raises:
+            DonatedStateError: If state and history were given to a donating step before.
+            KeyError: If the metrics, or the state, lack something that `init` found.
+            ValueError: If the state has other leaves than `init` found.
+        """
+        state, history = carry
+        check_owned(history)
+        counts = [_at(state, path).count for path in history.watched]
+        donated = getattr(self.step, "donate", False) and not torch.compiler.is_compiling()
+        state, metrics = self.step(state, batch, **kwargs)
+        if donated:
+            history = give_away(history)
+        measured: list[torch.Tensor] = []
+        for path, count in zip(history.watched, counts, strict=True):
+            measured += _fresh(_at(state, path), count)
+        if history.params_in is not None:
+            target = number_format(history.params_in)
+            measured += [measure(leaf, target) for leaf in tree.leaves(_params(state)) if is_castable(leaf)]
+        if len(measured) != len(history.leaves):
+            raise ValueError(
+                f"the state has {len(measured)} leaves to measure, and the history has {len(history.leaves)}; start a "
+                "new history with recorded.init(state)"
+            )
+        values = [torch.as_tensor(_at(metrics, path)) for path in history.metrics]
+        overwrite = donated and not _compat.transform_active()
+        return (state, with_row(history, values, measured, overwrite=overwrite)), metrics
+
+
+def record(step: Step, *, length: int = 1024, params: torch.dtype | str | None = None) -> Recorded:
+    """Wraps a train step so that it keeps a bounded history of its metrics, on the device.
+
+        (state, history), metrics = recorded((state, history), batch)
+
+    Each step writes one row into a ring buffer: every scalar of its metrics (loss, loss scale, skipped, gradient norm;
+    by loss or by group if there are several), and for each leaf what `watch_gradients` has measured, if that is part of
+    the optimizer. It never waits for the device, and takes a few microseconds and as much again for each leaf, under
+    3 % of a step (the benchmark measures it); so it may stay on, and tell after the fact what led to a failure.
+
+    The recording step is as pure as the step. Its state is one more tree: it is compiled, mapped by `torch.func.vmap`
+    with a history for each member, saved by `fmp.checkpoint` with the state, and donated if the step donates its own.
+
+    In a skipped step an optimizer keeps its old state, so what it has measured is unknown, and NaN in the history;
+    likewise in a step that only accumulates.
+
+    Args:
+        step: What `fmp.train_step` made, or any function `(state, batch) -> (state, metrics)`. Metrics may be any
+            tree; its scalar tensors and Python numbers are recorded.
+        length: How many steps are kept; older ones are overwritten. The memory is 4 bytes for each metric, and 12 for
+            each leaf, times this.
+        params: Also measure each leaf of `state.params` after the step, as `watch_gradients` does, by this format. It
+            reads all parameters a few times.
+
+    Returns:
+        The step that records. `recorded.init(state)` makes the first pair of state and history; `history.arrays()`
+        returns numpy arrays; `write_jsonl`, `write_tensorboard`, `plot_scale` and `plot_underflow` take a history.
+
+    Raises:
+        TypeError: If `step` is not callable, or `length` not an int.
+        ValueError: If `length` is below 1, or `params` is none of the formats.
+
+    Example:
+        >>> def loss_fn(params, batch):
+        ...     return (params["w"] * batch).sum()
+        >>> optimizer = fmp.optim.chain(fmp.numerics.watch_gradients(), fmp.optim.sgd(1.0))
+        >>> step = fmp.train_step(loss_fn, optimizer, policy=fmp.opt_level("O2"), loss_scale=1024.0)
+        >>> recorded = fmp.numerics.record(step, length=100)
+        >>> carry = recorded.init(step.init({"w": torch.ones(2)}))
+        >>> for _ in range(3):
+        ...     carry, metrics = recorded(carry, torch.tensor([0.5, 0.0]))
+        >>> state, history = carry
+        >>> history.arrays()["loss"].tolist(), history.latest(2)["grad_zeros/w"].tolist()
+        ([0.5, 0.25, 0.0], [0.5, 0.5])
+    """
+    if not callable(step):
+        raise TypeError(f"step must be what fmp.train_step returns, or a function of state and batch, got {step!r}")
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"length must be a number of steps, got {length!r}")
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    return Recorded(step, length, None if params is None else number_format(params).dtype)
+
+
+def _tried(step: Step, state: Tree, batch: Tree, kwargs: dict[str, Any]) -> Tree:
+    """Returns the metrics that a step makes of a state, which stays as it is."""
+    if isinstance(step, TrainStep):
+        return replace(step, donate=False)(state, batch, **kwargs)[1]
+    copied = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
+    return step(copied, batch, **kwargs)[1]
+
+
+def _expected(config: StepConfig, state: TrainState) -> Metrics:
+    """Makes metrics as a step makes them, but for `aux`."""
+    dtypes = [full_precision(leaf.dtype) for leaf in tree.leaves(state.params) if is_castable(leaf)]
+    number = torch.zeros((), dtype=torch.float64 if torch.float64 in dtypes else torch.float32)
+    flag = torch.zeros((), dtype=torch.bool)
+    return Metrics(
+        loss=config.from_losses(dict.fromkeys(config.losses, number)),
+        aux=None,
+        grads_finite=config.from_losses(dict.fromkeys(config.losses, flag)),
+        skipped=config.from_groups(dict.fromkeys(config.optimizers, flag)),
+        loss_scale=config.from_losses(dict.fromkeys(config.losses, number)),
+        grad_norm=config.from_groups(dict.fromkeys(config.optimizers, number)),
+    )
+
+
+def _is_scalar(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.ndim == 0 and not leaf.dtype.is_complex
+    return isinstance(leaf, int | float)
+
+
+def _fits_float32(dtype: torch.dtype) -> bool:
+    if dtype.is_floating_point:
+        return dtype != torch.float64
+    return dtype.itemsize <= 2  # whole numbers from 2^24 on would be rounded
+
+
+def _params(state: Tree) -> Tree:
+    found = state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
+    if found is None:
+        raise ValueError(f"params: the state is a {type(state).__name__} without params, so they cannot be measured")
+    return found
+
+
+def _flat(values: Tree) -> tuple[list[Path], list[Any]]:
+    """Returns the paths of the leaves, where a `WatchState` is one, and the leaves."""
+    paths, leaves, _ = optree.tree_flatten_with_path(
+        values, is_leaf=lambda node: isinstance(node, WatchState), none_is_leaf=True
+    )
+    return paths, leaves
+
+
+def _watched(state: Tree) -> tuple[Path, ...]:
+    """Finds where the state of a `watch_gradients` is."""
+    return tuple(path for path, leaf in zip(*_flat(state), strict=True) if isinstance(leaf, WatchState))
+
+
+def _watched_leaves(state: Tree, watched: tuple[Path, ...]) -> list[tuple[str, str, str]]:
+    """Describes what is watched: kind, path of the leaf after what tells one watcher from the others, and format."""
+    leaves = []
+    for path, distinct in zip(watched, _distinct(watched), strict=True):
+        watch: WatchState = _at(state, path)
+        form = short_name(watch.dtype) + ("" if watch.scale == 1.0 else f" times {watch.scale:g}")
+        names = [name for name, row in tree.items(watch.measured) if row is not None]
+        leaves += [("grad", tree.join((*distinct, name) if name else distinct), form) for name in names]
+    return leaves
+
+
+def _distinct(paths: tuple[Path, ...]) -> list[Path]:
+    """Takes from some paths what all of them begin and end with."""
+    while paths and all(path for path in paths) and len({path[0] for path in paths}) == 1:
+        paths = tuple(path[1:] for path in paths)
+    while paths and all(path for path in paths) and len({path[-1] for path in paths}) == 1:
+        paths = tuple(path[:-1] for path in paths)
+    return list(paths)
+
+
+def _at(node: Tree, path: Path) -> Any:
+    """Follows a path; to flatten the tree in each step would take ten times as long."""
+    whole: Tree = node
+    key: Any
+    for key in path:
+        try:
+            node = node[key] if isinstance(node, _BY_KEY) else getattr(node, str(key))
+        except (KeyError, IndexError, AttributeError):
+            raise KeyError(
+                f"there is no {tree.join(path)!r} as there was in `init`, among {tree.paths(whole)}"
+            ) from None
+    return node
+
+
+def _fresh(watch: WatchState, count: torch.Tensor) -> list[torch.Tensor]:
+    """Returns what was measured since there were that many measurements; NaN if nothing was."""
+    rows = [row for row in tree.leaves(watch.measured) if row is not None]
+    return list(torch.where(watch.count == count, torch.nan, torch.stack(rows)).unbind()) if rows else []

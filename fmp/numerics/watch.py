@@ -1,0 +1,167 @@
+"""watch_gradients: a part of an optimizer that leaves gradients as they are, and measures them leaf by leaf."""
+
+from typing import Any
+
+import torch
+
+from fmp import _compat, tree
+from fmp.dtypes import full_precision, is_castable
+from fmp.numerics.formats import Format, number_format
+from fmp.optim import GradientTransformation, checks
+from fmp.optim.base import check_trainable, zero_count
+
+Tree = Any
+
+MEASURES = ("amax", "underflow", "zeros")
+_PIECE = 2**16  # numbers, 256 KiB of float32
+
+
+@tree.dataclass
+class WatchState:
+    """What `watch_gradients` has measured.
+
+    Attributes:
+        count: i32[], the number of measurements. It stands still in a skipped step.
+        measured: For each leaf f32[3], as `measure` returns it, of the last update that it had a gradient in; NaN
+            before. None for a leaf that is not a floating-point tensor.
+        dtype: The format.
+        scale: What gradients are multiplied by before they are rounded.
+    """
+
+    count: torch.Tensor
+    measured: Tree
+    dtype: torch.dtype = tree.static()
+    scale: float = tree.static()
+
+    @property
+    def amax(self) -> Tree:
+        """For each leaf f32[], the largest magnitude."""
+        return self._each(0)
+
+    @property
+    def underflow(self) -> Tree:
+        """For each leaf f32[], the fraction of its nonzero entries that the format would round to zero."""
+        return self._each(1)
+
+    @property
+    def zeros(self) -> Tree:
+        """For each leaf f32[], the fraction of its entries that are zero as they come."""
+        return self._each(2)
+
+    def _each(self, index: int) -> Tree:
+        return tree.map(lambda row: None if row is None else fractions(row)[..., index], self.measured)
+
+
+def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: float = 1.0) -> GradientTransformation:
+    """Makes a transformation that measures each gradient, and passes it on as it is.
+
+    For each leaf, of what reaches the transformation:
+
+        amax        max |g|
+        underflow   (number of g != 0 with scale * g rounded to zero in the format) / (number of g != 0)
+        zeros       (number of g == 0) / (number of g)
+
+    A train step hands no gradients out, but it hands them to the optimizer, and keeps the optimizer's state. So to
+    measure them there needs no change of the step, and is as pure, and as often donated, mapped, compiled, saved and
+    resumed, as the moments are. A skipped step keeps the old state, and with it the old measurements.
+
+    In a chain it stands first, to see gradients unscaled, before anything changes them (`clip_norm` of
+    `fmp.train_step` comes before the optimizer; `fmp.optim.clip_by_global_norm` can stand behind). Gradients that
+    were computed in float16 have lost what they lose on the way: these come as zeros, and `underflow` says what more
+    would be lost without the loss scale. Gradients from bfloat16 or float32 have not, and `underflow` foretells what
+    float16 would lose of them at any scale. A chain has no one-pass form, so an optimizer with `fused=True` takes its
+    usual form in one.
+
+    Args:
+        dtype: The format: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32, or a name of one.
+        scale: What gradients are multiplied by before they are rounded; positive and finite.
+
+    Returns:
+        The transformation; its state is a `WatchState`.
+
+    Raises:
+        ValueError: If the format is another one, or the scale is out of range.
+        TypeError: If the scale is not a number.
+
+    Example:
+        >>> tx = fmp.optim.chain(watch_gradients("fp16"), fmp.optim.sgd(0.1))
+        >>> params = {"w": torch.zeros(4)}
+        >>> updates, state = tx.update({"w": torch.tensor([0.0, 1e-9, 1e-3, -2.0])}, tx.init(params), params)
+        >>> state[0].amax, state[0].underflow, state[0].zeros
+        ({'w': tensor(2.)}, {'w': tensor(0.3333)}, {'w': tensor(0.2500)})
+    """
+    target = number_format(dtype)
+    checks.number("scale", scale)
+    if isinstance(scale, torch.Tensor) or scale <= 0:
+        raise ValueError(f"scale must be a positive number, got {scale!r}")
+
+    @_compat.compiled_on_its_own
+    def init(params: Tree) -> WatchState:
+        def unknown(leaf: Any) -> Any:
+            if not is_castable(leaf):
+                return None
+            return torch.full((len(MEASURES),), torch.nan, dtype=torch.float32, device=leaf.device)
+
+        return WatchState(zero_count(params), tree.map(unknown, params), target.dtype, float(scale))
+
+    @_compat.compiled_on_its_own
+    def update(grads: Tree, state: WatchState, params: Tree) -> tuple[Tree, WatchState]:
+        leaves, spec = tree.flatten(grads)
+        kept = spec.flatten_up_to(state.measured)
+        check_trainable(grads, leaves, leaves)
+        measured = [
+            old if grad is None else measure(grad, target, scale) for grad, old in zip(leaves, kept, strict=True)
+        ]
+        return grads, tree.replace(state, count=state.count + 1, measured=tree.unflatten(spec, measured))
+
+    return GradientTransformation(init, update)
+
+
+def measure(leaf: torch.Tensor, target: Format, scale: float = 1.0) -> torch.Tensor:
+    """Measures one leaf, with as few operators as it takes.
+
+    Args:
+        leaf: Floating-point numbers.
+        target: The format.
+        scale: What they are multiplied by before they are rounded.
+
+    Returns:
+        f32[3]: the largest magnitude, the fraction of entries that are not zero, and the fraction that the format
+        would not make zero either. NaN and infinities make the first NaN or infinite. Of no numbers they are zero.
+
+    Example:
+        >>> measure(torch.tensor([0.0, 1e-9, 3.0, 4.0]), number_format("fp16"))
+        tensor([4.0000, 0.7500, 0.5000])
+    """
+    numel = leaf.numel()
+    if numel == 0:
+        return torch.zeros(len(MEASURES), dtype=torch.float32, device=leaf.device)
+    values = leaf.detach().to(full_precision(leaf.dtype))
+    limit = target.zero_up_to / scale
+    if values.device.type != "cpu" or numel <= _PIECE or torch.compiler.is_compiling():
+        amax, nonzero, kept = _counts(values, limit)
+    else:
+        # What is in between stays in the cache, which makes it up to ten times as fast.
+        rows = torch.stack([torch.stack(_counts(piece, limit)) for piece in values.reshape(-1).split(_PIECE)])
+        amax, nonzero, kept = rows[:, 0].amax(), rows[:, 1].sum(), rows[:, 2].sum()
+    return torch.stack([amax, nonzero / numel, kept / numel]).float()
+
+
+def _counts(values: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the largest magnitude, and how many magnitudes exceed zero and the limit."""
+    magnitude = values.abs()
+    # Sums of zeros and ones in floating point are several times as fast as counts of bools.
+    kept = torch.nn.functional.hardshrink(magnitude, limit).sign_().sum()
+    return magnitude.amax(), magnitude.sign().sum(), kept
+
+
+def fractions(measured: torch.Tensor) -> torch.Tensor:
+    """Turns what `measure` returns, [..., 3], into amax, underflow and zeros.
+
+    Example:
+        >>> fractions(torch.tensor([4.0, 0.75, 0.5]))
+        tensor([4.0000, 0.3333, 0.2500])
+    """
+    amax, nonzero, kept = measured.unbind(-1)
+    underflow = torch.where(nonzero == 0, 0.0, (nonzero - kept) / torch.where(nonzero == 0, 1.0, nonzero))
+    return torch.stack([amax, underflow, 1.0 - nonzero], -1)

@@ -1,7 +1,7 @@
 """Measures fmp next to its peers and prints one table of ratios.
 
     python -m tests.bench                    # everything, about ten minutes on two cores
-    python -m tests.bench --only mlp         # one of lm, mlp, optimizers, ops, memory, remat, df11
+    python -m tests.bench --only mlp         # one of lm, mlp, optimizers, ops, memory, remat, df11, numerics
     python -m tests.bench --threads 2
 
 JAX is measured if `jax`, `jmp` and `optax` are installed; nothing else in fmp needs them.
@@ -19,15 +19,16 @@ import torch
 from tqdm import tqdm
 
 import fmp
-from tests.bench import df11_step, remat_block
+from tests.bench import df11_step, record_step, remat_block
 from tests.bench.harness import Contender, race
+from tests.bench.measured_peak import measured_errors
 from tests.bench.memory_peaks import gradient_peaks, step_peak
 from tests.bench.op_overhead import op_microseconds
 from tests.memory import peak_bytes
 
 RESULTS = Path(__file__).parent / "results"
 LM, MLP, OPTIMIZER = "tests.bench.lm_step", "tests.bench.mlp_step", "tests.bench.optimizer_step"
-REMAT, DF11 = "tests.bench.remat_block", "tests.bench.df11_step"
+REMAT, DF11, RECORD = "tests.bench.remat_block", "tests.bench.df11_step", "tests.bench.record_step"
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def memory_rows(arguments: argparse.Namespace) -> list[Row]:
 def remat_rows(arguments: argparse.Namespace) -> list[Row]:
     """Twelve rematerialised transformer blocks, and what a call costs by itself."""
     contenders = [Contender(variant, REMAT, variant) for variant in remat_block.VARIANTS]
-    times = race(contenders, threads=1, rounds=arguments.rounds, steps=1, report=tqdm.write)
+    times = race(contenders, threads=1, rounds=arguments.rounds, steps=2, report=tqdm.write)
     peaks: dict[str, float | None] = {
         variant: peak_bytes(remat_block.setup(variant)) / 2**20
         for variant in ("autograd-fmp", "autograd-torch", "func", "func-fmp")
@@ -211,6 +212,20 @@ def df11_rows(arguments: argparse.Namespace) -> list[Row]:
     return [row for row in rows if row]
 
 
+def numerics_rows(arguments: argparse.Namespace) -> list[Row]:
+    """What it costs to record a step, and how true the peak is that is measured without allocating."""
+    contenders = [Contender(variant, RECORD, variant) for variant in record_step.VARIANTS]
+    times = race(contenders, threads=arguments.threads, rounds=arguments.rounds, steps=3, report=tqdm.write)
+    error: dict[str, float | None] = {"measured": 100 * max(measured_errors().values()), "allowed": 2.0}
+    rows = [
+        compare("recording, LM step", times, "lm-recorded", "lm-plain", 1 / 1.03),
+        compare("recording each leaf, LM step", times, "lm-watched", "lm-plain", 1 / 1.03),
+        compare("recording each leaf, ten times as large", times, "large-watched", "large-plain", 1 / 1.03),
+        compare("peak of a step on fake tensors, error", error, "measured", "allowed", 1.0, "%"),
+    ]
+    return [row for row in rows if row]
+
+
 def compare(
     what: str, found: dict[str, float | None], mine: str, peer: str, target: float, unit: str = "ms"
 ) -> Row | None:
@@ -241,7 +256,7 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["lm", "mlp", "optimizers", "ops", "memory", "remat", "df11"])
+    parser.add_argument("--only", choices=["lm", "mlp", "optimizers", "ops", "memory", "remat", "df11", "numerics"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", help="keep the table under tests/bench/results by this name")
@@ -254,6 +269,7 @@ def main() -> None:
         "mlp": mlp_rows,
         "remat": remat_rows,
         "df11": df11_rows,
+        "numerics": numerics_rows,
         "lm": lm_rows,
     }
     chosen = [arguments.only] if arguments.only else list(sections)

@@ -5,7 +5,6 @@ recorded   with the history of its metrics
 watched    with that of each leaf's gradient besides
 """
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,6 @@ VARIANTS = tuple(f"{size}-{form}" for size in SIZES for form in FORMS)
 
 def setup(variant: str) -> Callable[[], None]:
     """Prepares one of `VARIANTS`."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     size, form = variant.split("-")
     width, batch = SIZES[size]

@@ -30,6 +30,7 @@ from fmp.policy import (
     opt_level as opt_level,
     promote as promote,
 )
+from fmp.reductions import all_finite as all_finite, global_norm as global_norm
 from fmp.rematerialization import (
     checkpoint_name as checkpoint_name,
     remat as remat,
@@ -48,7 +49,7 @@ from fmp.step import (
     TrainStep as TrainStep,
     train_step as train_step,
 )
-from fmp.tree import all_finite as all_finite, cast as cast, global_norm as global_norm, select as select
+from fmp.tree import cast as cast, select as select
 
 __version__ = "0.1.0"
 

@@ -13,8 +13,12 @@ import torch
 
 from fmp import tree
 from fmp.dtypes import full_precision, is_castable
+from fmp.kernels import loss_scale as loss_scale_kernel, multi_tensor
+from fmp.kernels.eligible import are_plain, usable
 
 Tree = Any
+
+_RULE = ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale")
 
 
 @runtime_checkable
@@ -213,6 +217,10 @@ class DynamicLossScale:
             ValueError: If it is not a scalar.
         """
         tree.check_flag("grads_finite", grads_finite)
+        if _kernel_adjusts(grads_finite, self.loss_scale, self.growth_count):
+            rule = {name: getattr(self, name) for name in _RULE}
+            scale, count = loss_scale_kernel.adjust(grads_finite, self.loss_scale, self.growth_count, **rule)
+            return tree.replace(self, loss_scale=scale, growth_count=count)
         count = torch.where(grads_finite, self.growth_count + 1, 0)
         grow = count >= self.growth_interval
         grown = (self.loss_scale * self.growth_factor).clamp(max=self.max_scale)
@@ -272,12 +280,27 @@ def _scale(loss: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def _unscale(grads: Tree, factor: torch.Tensor) -> Tree:
-    def unscale_leaf(grad: Any) -> Any:
-        if is_castable(grad) or (isinstance(grad, torch.Tensor) and grad.dtype.is_complex):
-            return grad.to(full_precision(grad.dtype)) / factor
-        return grad
+    leaves, spec = tree.flatten(grads)
+    places = [place for place, leaf in enumerate(leaves) if _is_gradient(leaf)]
+    numbers = [leaves[place] for place in places]
+    if usable("scale", numbers, numbers=[factor]):
+        quotients, _, _ = multi_tensor.unscale(numbers, factor)
+    else:
+        quotients = [grad.to(full_precision(grad.dtype)) / factor for grad in numbers]
+    for place, quotient in zip(places, quotients, strict=True):
+        leaves[place] = quotient
+    return tree.unflatten(spec, leaves)
 
-    return tree.map(unscale_leaf, grads)
+
+def _is_gradient(leaf: Any) -> bool:
+    return is_castable(leaf) or (isinstance(leaf, torch.Tensor) and leaf.dtype.is_complex)
+
+
+def _kernel_adjusts(finite: torch.Tensor, scale: torch.Tensor, count: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling() or not are_plain([finite, scale, count]):
+        return False
+    fits = scale.dtype == torch.float32 and count.dtype == torch.int32 and scale.ndim == count.ndim == 0
+    return fits and usable("loss_scale", [scale])
 
 
 def _checked_number(name: str, value: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmp import tree
+from fmp import reductions, tree
 from fmp.scaling import DynamicLossScale, StaticLossScale
 
 FIRST_SCALE = 2.0**16
@@ -116,7 +116,7 @@ def finite(grads: Iterable[Tensor]) -> Tensor:
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad.coalesce().values() if grad.is_sparse else grad)
-    flags = [tree.all_finite(group) for group in by_device.values()]
+    flags = [reductions.all_finite(group) for group in by_device.values()]
     if len(flags) == 1:
         return flags[0]
     return torch.tensor(all(bool(flag) for flag in flags))

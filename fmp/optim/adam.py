@@ -1,19 +1,18 @@
 """Adam and AdamW: two treatments of weight decay around one core."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fmp import _compat, tree
-from fmp.dtypes import full_precision, is_castable
+from fmp.kernels import adam as kernel, eligible
 from fmp.optim import checks
+from fmp.optim.adam_coefficients import Coefficients, coefficient_rows, coefficients_of as _coefficients_of
 from fmp.optim.base import (
     GradientTransformation,
     Scalar,
     ScalarOrSchedule,
     add_scaled,
-    bias_correction,
-    in_dtype,
     is_off,
     mean_of_squares,
     reusable,
@@ -23,8 +22,9 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
-from fmp.optim.fused import Launch, check_numbers, counted, one_pass, overwrite, stacked
+from fmp.optim.fused import Launch, Request, check_numbers, counted, one_pass, overwrite, stacked
 from fmp.optim.masks import Mask, selector
+from fmp.optim.one_launch import Leaves, in_one_launch
 
 Tree = Any
 
@@ -71,7 +71,7 @@ def adam(
         weight_decay: The factor of the parameter that is added to its gradient (L2 regularisation, which the moments
             see; `adamw` has the other kind).
         fused: Whether a train step runs torch's one-pass kernel on plain tensors: faster, and equal to `update` up to
-            rounding.
+            rounding. On a GPU it runs fmp's kernel either way where that can run; see `fmp.kernels`.
 
     Returns:
         The optimizer; its state is an `AdamState`.
@@ -114,7 +114,7 @@ def adamw(
         weight_decay: The factor of the parameter in the update.
         mask: Which leaves decay: a tree of bools, name patterns, or a function of a leaf's path; None for all.
         fused: Whether a train step runs torch's one-pass kernel on plain tensors: faster, and equal to `update` up to
-            rounding.
+            rounding. On a GPU it runs fmp's kernel either way where that can run; see `fmp.kernels`.
 
     Returns:
         The optimizer; its state is an `AdamState`.
@@ -132,16 +132,6 @@ def adamw(
         tensor([-0.0500])
     """
     return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=True, mask=mask, fused=fused)
-
-
-class _Coefficients(NamedTuple):
-    """What the update of a leaf needs: numbers, or 0-dim tensors of the moments' dtype."""
-
-    first_weight: Scalar
-    second_weight: Scalar
-    step_size: torch.Tensor
-    eps: Scalar
-    shrink: Scalar
 
 
 def _adam(
@@ -186,7 +176,7 @@ def _adam(
             age: torch.Tensor,
             first: torch.Tensor,
             second: torch.Tensor,
-            use: _Coefficients,
+            use: Coefficients,
             decays: bool,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
             if not is_off(coupled_decay):
@@ -214,19 +204,49 @@ def _adam(
         )
         return updates, AdamState(state.count + 1, ages, first_moment, second_moment)
 
+    def launch(grads: Tree, state: AdamState, params: Tree, request: Request) -> tuple[Tree, Tree, AdamState] | None:
+        if not eligible.has_kernels(state.count.device):
+            return None
+        rate = scheduled(learning_rate, state.count)
+        decays, (ages, spec) = select(params), tree.flatten(state.ages)
+        new_ages = list(ages)
+
+        def run(on: Leaves) -> None:
+            age = stacked([ages[index] for index in on.indices])
+            rows = coefficient_rows(age, rate, b1, b2, eps, decoupled_decay, coupled_decay)
+            coupled = 0 if is_off(coupled_decay) else kernel.COUPLED_DECAY
+            decoupled = 0 if is_off(decoupled_decay) or is_off(rate) else kernel.DECOUPLED_DECAY
+            flags = [coupled | decoupled if decays[index] else coupled for index in on.indices]
+            first, second = on.moments
+            kernel.step(on.gradients, on.params, first, second, on.low, flags=flags, coefficients=rows, **on.factors)
+            for index, new_age in zip(on.indices, counted(age, request.finite).unbind(), strict=True):
+                new_ages[index] = new_age
+
+        moments, numbers = (state.first_moment, state.second_moment), (rate, b1, b2, eps, weight_decay)
+        counts = (state.count, *[age for age in ages if age is not None])
+        found = in_one_launch("adam", run, grads, params, *moments, counts=counts, numbers=numbers, request=request)
+        if found is None:
+            return None
+        params, low, first, second = found
+        return (
+            params,
+            low,
+            AdamState(counted(state.count, request.finite), tree.unflatten(spec, new_ages), first, second),
+        )
+
     if not fused:
-        return GradientTransformation(init, update)
+        return GradientTransformation(init, update, one_pass(update, launch))
     options = {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": weight_decay}
     check_numbers(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
-    def kernel(
+    def on_torchs_kernel(
         grads: Tree, state: AdamState, params: Tree, *, finite: torch.Tensor | None, donate: bool
     ) -> tuple[Tree, AdamState] | None:
         rate = scheduled(learning_rate, state.count)
         ages, spec = tree.flatten(state.ages)
         new_ages = list(ages)
 
-        def launch(on: Launch, decays: bool = True) -> None:
+        def run_torchs(on: Launch, decays: bool = True) -> None:
             run = _compat.fused_adamw_ if decoupled else _compat.fused_adam_
             device = on.params[0].device
             age = stacked([ages[index] for index in on.indices])
@@ -246,7 +266,7 @@ def _adam(
                 new_ages[index] = new_age
 
         found = overwrite(
-            launch,
+            run_torchs,
             grads,
             params,
             state.first_moment,
@@ -261,32 +281,4 @@ def _adam(
         params, first, second = found
         return params, AdamState(counted(state.count, finite), tree.unflatten(spec, new_ages), first, second)
 
-    return GradientTransformation(init, update, one_pass(update, kernel))
-
-
-def _coefficients_of(
-    leaves: list[Any], ages: list[Any], rate: Scalar, b1: Scalar, b2: Scalar, eps: Scalar, decay: Scalar
-) -> list[_Coefficients | None]:
-    """Computes the coefficients of every leaf, as one vector a dtype: few operations, however many leaves."""
-    found: list[_Coefficients | None] = [None] * len(leaves)
-    groups: dict[torch.dtype, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if is_castable(leaf):
-            groups.setdefault(full_precision(leaf.dtype), []).append(index)
-    for dtype, indices in groups.items():
-        typed_rate = in_dtype(rate, dtype)
-        count = torch.stack([ages[index] for index in indices]).to(dtype) + 1
-        # The correction of the second moment moves out of the square root, from every entry into two scalars:
-        # m / (sqrt(v / c) + eps) = sqrt(c) * m / (sqrt(v) + sqrt(c) * eps).
-        root_correction = bias_correction(b2, count).sqrt()
-        step_sizes = (root_correction / bias_correction(b1, count) * -typed_rate).unbind()
-        added = (root_correction * in_dtype(eps, dtype)).unbind()
-        for index, step_size, eps_of_leaf in zip(indices, step_sizes, added, strict=True):
-            found[index] = _Coefficients(
-                first_weight=1.0 - in_dtype(b1, dtype),
-                second_weight=1.0 - in_dtype(b2, dtype),
-                step_size=step_size,
-                eps=eps_of_leaf,
-                shrink=-typed_rate * in_dtype(decay, dtype),
-            )
-    return found
+    return GradientTransformation(init, update, one_pass(update, launch, on_torchs_kernel))

@@ -25,11 +25,13 @@ class GradientTransformation(NamedTuple):
         update: `update(grads, state, params) -> (updates, state)`. Gradients are unscaled, `params` are the masters,
             and updates are meant to be *added*, by `apply_updates`. A leaf whose gradient is None has the update None
             and keeps its state.
-        fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype, donate) -> (params, low, state)`,
-            the same meaning in one pass over memory, up to rounding; or None. Gradients are multiplied by `inv_scale`
-            and `clip` first; where `finite`, bool[], is false, parameters and state stay as they are; `low` is the
-            parameters in `cast_dtype`, or None, which `vmap` cannot return. Each of these may be None. Only with
-            `donate=True` may the old parameters and the old state be overwritten.
+        fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype, low, donate) -> (params, low,
+            state)`, the same meaning in one pass over memory, up to rounding; or None. Gradients are multiplied by
+            `inv_scale` and `clip` first; where `finite`, bool[], is false, parameters and state stay as they are.
+            `low` is the parameters in `cast_dtype`, or None, which `vmap` cannot return; or, where a tree `low` is
+            given that holds the present casts of the parameters, None where there is none, the new ones in the dtype
+            of each, which `finite` keeps as well. All keywords may be None or left out; one of `cast_dtype` and `low`
+            must be. Only with `donate=True` may the old parameters, the old state and `low` be overwritten.
     """
 
     init: Callable[[Tree], Tree]
@@ -228,7 +230,7 @@ def mean_of_squares(moment: torch.Tensor, grad: torch.Tensor, weight: Scalar) ->
     moment would be inf - inf, and the parameter NaN.
     """
     kept = moment * (1.0 - weight)
-    if isinstance(weight, torch.Tensor):
+    if isinstance(weight, torch.Tensor) or grad.is_cuda:  # with a number, CUDA squares first and multiplies then
         return torch.addcmul(kept, weight * grad, grad)
     return torch.addcmul(kept, grad, grad, value=weight, out=reusable(kept, grad))
 
@@ -258,7 +260,9 @@ def reusable(fresh: torch.Tensor, *operands: Any) -> torch.Tensor | None:
         fresh: A tensor that the caller has just computed and needs no longer.
         *operands: All other tensors that the results depend on.
     """
-    if torch.compiler.is_compiling() or _compat.transform_active() or type(fresh) is not torch.Tensor:
+    if torch.compiler.is_compiling() or _compat.transform_active():
+        return None
+    if type(fresh) not in (torch.Tensor, _compat.FakeTensor):
         return None
     tensors = (fresh, *(operand for operand in operands if isinstance(operand, torch.Tensor)))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

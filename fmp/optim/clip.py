@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmp import _compat, tree
+from fmp import _compat, reductions, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks
 from fmp.optim.base import GradientTransformation, Scalar, in_dtype
@@ -46,7 +46,7 @@ def clip_by_global_norm(max_norm: Scalar) -> GradientTransformation:
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: tuple[()], params: Tree) -> tuple[Tree, tuple[()]]:
-        return clip_to_norm(grads, tree.global_norm(grads), max_norm), state
+        return clip_to_norm(grads, reductions.global_norm(grads), max_norm), state
 
     return GradientTransformation(init, update)
 

@@ -6,8 +6,8 @@ In plain Python, on leaves that nobody else holds:
         if finite:
             kernel(param, grad, moment)      # reads each once, writes each once
 
-`update` and `apply_updates` walk over the same memory about six times. The result is the same up to rounding, since a
-kernel orders its arithmetic in its own way.
+`update` and `apply_updates` walk over the same memory about six times. fmp's own kernels, on a GPU, give the same bits;
+torch's, on any device, the same result up to rounding, since they order their arithmetic in their own way.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -45,18 +45,42 @@ class Launch(NamedTuple):
     skip: torch.Tensor | None
 
 
-def one_pass(update: Update, kernel: Callable[..., tuple[Tree, Tree] | None]) -> Callable[..., tuple[Tree, Tree, Tree]]:
+class Request(NamedTuple):
+    """What a one-pass form is asked for besides an update; `fmp.optim.GradientTransformation` describes each.
+
+    Attributes:
+        low: The present casts of the parameters, None where there is none; None for no casts at all.
+        inv_scale: What gradients are multiplied by first; None for 1.
+        clip: What they are multiplied by then; None for 1.
+        finite: bool[], false where nothing may change; None for always true.
+        donate: Whether what is given may be overwritten.
+    """
+
+    low: Tree
+    inv_scale: torch.Tensor | float | None
+    clip: torch.Tensor | float | None
+    finite: torch.Tensor | None
+    donate: bool
+
+
+def one_pass(
+    update: Update,
+    launch: Callable[[Tree, Tree, Tree, Request], tuple[Tree, Tree, Tree] | None],
+    torch_kernel: Callable[..., tuple[Tree, Tree] | None] | None = None,
+) -> Callable[..., tuple[Tree, Tree, Tree]]:
     """Makes the `fused` function of a `fmp.optim.GradientTransformation`.
 
     Args:
         update: Its `update`, which does the work wherever a kernel cannot: under a torch.func transform, under
-            torch.compile, where autograd records, and for anything but plain tensors on a CPU or CUDA device.
-        kernel: `kernel(grads, state, params, finite=, donate=) -> (params, state)`, for the rest. It returns None for
-            tensors that it cannot work on; `overwrite` helps.
+            torch.compile, where autograd records, and for anything but plain tensors.
+        launch: `launch(grads, state, params, request) -> (params, low, state)`, on fmp's kernel. It returns None for
+            tensors that it cannot work on; `fmp.optim.one_launch` helps.
+        torch_kernel: `torch_kernel(grads, state, params, finite=, donate=) -> (params, state)`, on torch's kernel, for
+            what is left; it returns None as well. `overwrite` helps.
 
     Returns:
-        `fused(grads, state, params, *, inv_scale=None, clip=None, finite=None, cast_dtype=None, donate=False) ->
-        (params, low, state)`.
+        `fused(grads, state, params, *, inv_scale=None, clip=None, finite=None, cast_dtype=None, low=None,
+        donate=False) -> (params, low, state)`.
     """
 
     def fused(
@@ -68,29 +92,35 @@ def one_pass(update: Update, kernel: Callable[..., tuple[Tree, Tree] | None]) ->
         clip: torch.Tensor | float | None = None,
         finite: torch.Tensor | None = None,
         cast_dtype: torch.dtype | None = None,
+        low: Tree = None,
         donate: bool = False,
     ) -> tuple[Tree, Tree, Tree]:
-        checks.params_match(grads, params)
-        checks.flag("donate", donate)
-        low = None if cast_dtype is None else tree.cast((), cast_dtype)  # raises before anything is overwritten
-        for name, factor in (("inv_scale", inv_scale), ("clip", clip)):
-            if factor is not None:
-                checks.number(name, factor)
-                grads = _scaled(grads, factor)
-        if finite is not None:
-            tree.check_flag("finite", finite)
-        found = None
-        if not torch.compiler.is_compiling() and not _compat.transform_active():
-            found = kernel(grads, state, params, finite=finite, donate=donate)
+        request = _checked(Request(low, inv_scale, clip, finite, donate), cast_dtype)
+        is_traced = torch.compiler.is_compiling() or _compat.transform_active()
+        found = None if is_traced else launch(grads, state, params, request)
         if found is None:
-            updates, new_state = update(grads, state, params)
-            found = apply_updates(params, updates), new_state
-            if finite is not None:
-                found = tree.select(finite, found, (params, state))
-        new_params, new_state = found
+            for factor in (inv_scale, clip):
+                grads = grads if factor is None else _scaled(grads, factor)
+            kept = (
+                None
+                if is_traced or torch_kernel is None
+                else torch_kernel(grads, state, params, finite=finite, donate=donate)
+            )
+            if kept is None:
+                updates, new_state = update(grads, state, params)
+                del grads
+                old = None if finite is None else (params, low, state)
+                del state  # where nobody else holds it
+                params = apply_updates(params, updates)
+                del updates
+                found = params, _cast_as(low, params), new_state
+                found = found if finite is None else tree.select(finite, found, old)
+            else:
+                new_low = _cast_as(low, kept[0])
+                found = kept[0], new_low if finite is None else tree.select(finite, new_low, low), kept[1]
         if cast_dtype is not None:
-            low = tree.cast(new_params, cast_dtype)
-        return new_params, low, new_state
+            found = found[0], tree.cast(found[0], cast_dtype), found[2]
+        return found
 
     return fused
 
@@ -124,8 +154,9 @@ def overwrite(
 
     Raises:
         TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex.
-        ValueError: If a gradient or a moment has not the shape of its parameter.
+        ValueError: If a gradient or a moment has not the shape of its parameter, or the trees differ in structure.
     """
+    checks.params_match(grads, params)
     # Whatever is asked of every leaf is asked by functions that loop in C: loops in Python would outlast the kernel.
     grad_leaves, spec = tree.flatten(grads)
     new_columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
@@ -216,6 +247,28 @@ def _are_plain(tensors: list[Any], others: list[torch.Tensor]) -> bool:
 
 def _chosen(items: list[Any], places: list[int]) -> list[Any]:
     return [items[place] for place in places]
+
+
+def _checked(request: Request, cast_dtype: torch.dtype | None) -> Request:
+    """Raises for a request that cannot be met, before anything is overwritten."""
+    checks.flag("donate", request.donate)
+    if cast_dtype is not None:
+        tree.cast((), cast_dtype)
+        if request.low is not None:
+            raise ValueError("fused takes either low, whose dtypes say what to cast to, or cast_dtype; leave one out")
+    for name, factor in (("inv_scale", request.inv_scale), ("clip", request.clip)):
+        if factor is not None:
+            checks.number(name, factor)
+    if request.finite is not None:
+        tree.check_flag("finite", request.finite)
+    return request
+
+
+def _cast_as(low: Tree, params: Tree) -> Tree:
+    """Casts parameters to the dtypes of other casts of them."""
+    if low is None:
+        return None
+    return tree.map(lambda cast, param: None if cast is None else param.to(cast.dtype), low, params)
 
 
 def _scaled(grads: Tree, factor: torch.Tensor | float) -> Tree:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from fmp import _compat, tree
+from fmp.kernels import eligible, sgd as kernel
 from fmp.optim import checks
 from fmp.optim.base import (
     GradientTransformation,
@@ -19,7 +20,8 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
-from fmp.optim.fused import Launch, check_numbers, counted, one_pass, overwrite
+from fmp.optim.fused import Launch, Request, check_numbers, counted, one_pass, overwrite, stacked
+from fmp.optim.one_launch import Leaves, as_rows, in_one_launch
 
 Tree = Any
 
@@ -62,7 +64,7 @@ def sgd(
         weight_decay: The factor of the parameter that is added to its gradient (L2 regularisation).
         dampening: How much of a new gradient is left out of the running sum.
         fused: Whether a train step runs torch's one-pass kernel on plain tensors: faster, and equal to `update` up to
-            rounding.
+            rounding. On a GPU it runs fmp's kernel either way where that can run; see `fmp.kernels`.
 
     Returns:
         The optimizer; its state is an `SgdState`.
@@ -98,6 +100,9 @@ def sgd(
         ages = tree.map(lambda total: None if total is None else zero_count(total), totals) if dampened else None
         return SgdState(count=zero_count(params), momentum=totals, ages=ages)
 
+    def gain_of(age: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.where(age == 0, torch.ones_like(age, dtype=dtype), 1.0 - in_dtype(dampening, dtype))
+
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         rate = scheduled(learning_rate, state.count)
@@ -119,8 +124,7 @@ def sgd(
             grad: torch.Tensor, param: torch.Tensor, total: torch.Tensor, age: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             grad = decayed(grad, param)
-            gain = torch.where(age == 0, torch.ones_like(age, dtype=grad.dtype), 1.0 - in_dtype(dampening, grad.dtype))
-            return *moved(grad, grad * gain, total), age + 1
+            return *moved(grad, grad * gain_of(age, grad.dtype), total), age + 1
 
         def moved(grad: torch.Tensor, added: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             assert momentum is not None
@@ -138,19 +142,58 @@ def sgd(
         updates, totals, ages = update_leaves(with_dampening, grads, params, state.momentum, state.ages)
         return updates, SgdState(count, totals, ages)
 
+    def launch(grads: Tree, state: SgdState, params: Tree, request: Request) -> tuple[Tree, Tree, SgdState] | None:
+        if not eligible.has_kernels(state.count.device):
+            return None
+        rate = scheduled(learning_rate, state.count)
+        ages, spec = tree.flatten(state.ages)
+        new_ages = list(ages)
+
+        def run(on: Leaves) -> None:
+            like = torch.empty(len(on.params), dtype=torch.float32, device=on.params[0].device)
+            gain: Scalar = 1.0
+            if dampened:
+                age = stacked([ages[index] for index in on.indices])
+                gain = gain_of(age, torch.float32)
+                for index, new_age in zip(on.indices, counted(age, request.finite).unbind(), strict=True):
+                    new_ages[index] = new_age
+            rows = as_rows(
+                (-in_dtype(rate, torch.float32), 0.0 if momentum is None else momentum, gain, weight_decay), like
+            )
+            flag = (0 if is_off(weight_decay) else kernel.DECAY) | (kernel.NESTEROV if nesterov else 0)
+            kernel.step(
+                on.gradients,
+                on.params,
+                on.moments[0] if on.moments else None,
+                on.low,
+                flags=[flag] * len(on.params),
+                coefficients=rows,
+                **on.factors,
+            )
+
+        totals = () if momentum is None else (state.momentum,)
+        numbers = (rate, momentum, dampening, weight_decay)
+        counts = (state.count, *[age for age in ages if age is not None])
+        found = in_one_launch("sgd", run, grads, params, *totals, counts=counts, numbers=numbers, request=request)
+        if found is None:
+            return None
+        params, low, *totals = found
+        count, ages = counted(state.count, request.finite), tree.unflatten(spec, new_ages)
+        return params, low, SgdState(count, totals[0] if totals else None, ages)
+
     if not fused:
-        return GradientTransformation(init, update)
+        return GradientTransformation(init, update, one_pass(update, launch))
     if not is_off(dampening):
         raise ValueError(f"fused=True has no dampening, got {dampening=}; leave one of them out")
     options = {"momentum": momentum or 0.0, "weight_decay": weight_decay}
     check_numbers(**options)
 
-    def kernel(
+    def on_torchs_kernel(
         grads: Tree, state: SgdState, params: Tree, *, finite: torch.Tensor | None, donate: bool
     ) -> tuple[Tree, SgdState] | None:
         rate = scheduled(learning_rate, state.count)
 
-        def launch(on: Launch) -> None:
+        def run_torchs(on: Launch) -> None:
             _compat.fused_sgd_(
                 on.params,
                 on.grads,
@@ -166,10 +209,10 @@ def sgd(
 
         totals = () if momentum is None else (state.momentum,)
         others = (rate, state.count)
-        found = overwrite(launch, grads, params, *totals, others=others, finite=finite, donate=donate)
+        found = overwrite(run_torchs, grads, params, *totals, others=others, finite=finite, donate=donate)
         if found is None:
             return None
         params, *totals = found
         return params, SgdState(counted(state.count, finite), *(totals or (None,)))
 
-    return GradientTransformation(init, update, one_pass(update, kernel))
+    return GradientTransformation(init, update, one_pass(update, launch, on_torchs_kernel))

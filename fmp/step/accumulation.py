@@ -8,6 +8,7 @@ import torch
 from fmp import random, tree
 from fmp.dtypes import full_precision
 from fmp.step.loss import LossOutput
+from fmp.step.measuring import plus
 
 Tree = Any
 
@@ -48,10 +49,11 @@ def accumulate(
         buffers = output.buffers if weight is None else tree.select(weight != 0, output.buffers, buffers)
         auxes.append(output.aux)
         total_weight = total_weight + (1.0 if weight is None else weight)
-        total_loss = _plus_weighted(total_loss, output.loss, weight)
-        if total_grads is None:
-            total_grads = tree.map(lambda _: None, grads)
-        total_grads = tree.map(lambda total, grad, w=weight: _plus_weighted(total, grad, w), total_grads, grads)
+        loss = _weighted(output.loss, weight)
+        total_loss = loss if total_loss is None else total_loss + loss
+        if weight is not None or total_grads is None:
+            grads = tree.map(lambda grad, w=weight: None if grad is None else _weighted(grad, w), grads)
+        total_grads = grads if total_grads is None else plus(total_grads, grads)[0]
         del grads, output
 
     if weight_of is not None:
@@ -60,14 +62,10 @@ def accumulate(
     return LossOutput(_divided(total_loss, total_weight), buffers, _stack(auxes)), grads
 
 
-def _plus_weighted(total: torch.Tensor | None, value: Any, weight: torch.Tensor | None) -> Any:
-    """Adds a value to a sum that may not have begun; a weight of zero keeps out even NaN."""
-    if value is None:
-        return total
+def _weighted(value: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """Casts a value to float32 or wider and multiplies it; a weight of zero keeps out even NaN."""
     value = value.to(full_precision(value.dtype))
-    if weight is not None:
-        value = torch.where(weight == 0, 0.0, value * weight.to(value.dtype))
-    return value if total is None else total + value
+    return value if weight is None else torch.where(weight == 0, 0.0, value * weight.to(value.dtype))
 
 
 def _divided(total: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from fmp import master, random, tree
-from fmp.dtypes import full_precision
+from fmp import master, random, reductions, tree
 from fmp.optim.aliasing import shares_memory
 from fmp.scaling import LossScale
 from fmp.step.accumulation import accumulate
 from fmp.step.config import ONLY, StepConfig
-from fmp.step.loss import LossOutput, differentiate
+from fmp.step.loss import LossOutput, differentiate, unscale
+from fmp.step.measuring import Gradients, added, measured
 from fmp.step.state import Metrics, TrainState
 from fmp.step.update import Group, update
 
@@ -47,17 +47,16 @@ def advance(
     buffers: Tree = state.buffers
     outputs: dict[str, LossOutput] = {}
     finite: dict[str, torch.Tensor] = {}
-    grads: dict[str, Tree] = {}
+    grads: dict[str, Gradients] = {}
     for index, name in enumerate(config.losses):
         seed = _seed_of(config, name, index, state)
-        outputs[name], loss_grads = _gradients(config, name, compute, batch, scalers[name], buffers, seed, frozen)
-        if config.policy is not None and config.policy.compute_dtype == torch.float64:
-            loss_grads = _narrowed(loss_grads, state.params)
-        finite[name] = tree.all_finite(loss_grads)
+        outputs[name], found, finite[name] = _gradients(
+            config, name, compute, state.params, batch, scalers[name], buffers, seed, frozen
+        )
         buffers = _keep(finite[name] if config.skips[name] else None, outputs[name].buffers, buffers)
-        for key, part in config.by_group(loss_grads).items():
-            grads[key] = _add(grads[key], part) if key in grads else part
-        del loss_grads
+        for key, part in found.items():
+            grads[key] = added(grads[key], part) if key in grads else part
+        del found, part
     del compute
 
     # From here on each old leaf is let go as soon as its new one exists: a state that was taken has no other owner.
@@ -71,7 +70,8 @@ def advance(
         noise = _rounding_seed(config, seed, count, index)
         checks = [finite[name] for name, keys in config.uses.items() if key in keys and config.skips[name]]
         good = torch.stack(checks).all() if checks else None
-        norms[key] = tree.global_norm(grads[key])
+        norm = grads[key].norm
+        norms[key] = reductions.global_norm(grads[key].values) if norm is None else norm
         donate = (
             take is not None
             and optimizer.fused is not None
@@ -116,15 +116,18 @@ def _gradients(
     config: StepConfig,
     name: str,
     compute: Tree,
+    params: Tree,
     batch: Tree,
     scaler: LossScale,
     buffers: Tree,
     seed: torch.Tensor,
     frozen: Tree,
-) -> tuple[LossOutput, Tree]:
+) -> tuple[LossOutput, dict[str, Gradients], torch.Tensor]:
     """Differentiates one loss, over all microbatches, with respect to the groups that it uses."""
 
-    def gradient_of(microbatch: Tree, buffers: Tree, seed: torch.Tensor) -> tuple[LossOutput, Tree]:
+    def scaled_gradient_of(
+        microbatch: Tree, buffers: Tree, seed: torch.Tensor
+    ) -> tuple[LossOutput, Tree, torch.Tensor | None]:
         return differentiate(
             config.losses[name],
             compute,
@@ -137,27 +140,22 @@ def _gradients(
             wrt=None if ONLY in config.optimizers else config.uses[name],
         )
 
+    def gradient_of(microbatch: Tree, buffers: Tree, seed: torch.Tensor) -> tuple[LossOutput, Tree]:
+        output, grads, excess = scaled_gradient_of(microbatch, buffers, seed)
+        return output, unscale(scaler, grads, excess)
+
     weight = config.microbatch_weight
     if config.accumulate == 1 and weight is None:
-        return gradient_of(batch, buffers, seed)
-    return accumulate(gradient_of, batch, count=config.accumulate, weight_of=weight, buffers=buffers, seed=seed)
-
-
-def _narrowed(grads: Tree, params: Tree) -> Tree:
-    """Casts gradients as the optimizer will, so that what overflows then is seen now."""
-    dtypes = {path: leaf.dtype for path, leaf in tree.items(params) if leaf is not None}
-    return tree.map_with_path(lambda path, g: None if g is None else g.to(full_precision(dtypes[path])), grads)
+        output, grads, excess = scaled_gradient_of(batch, buffers, seed)
+        return output, *measured(config, name, grads, scaler, excess, params)
+    output, grads = accumulate(
+        gradient_of, batch, count=config.accumulate, weight_of=weight, buffers=buffers, seed=seed
+    )
+    return output, *measured(config, name, grads, None, None, params)
 
 
 def _keep(good: torch.Tensor | None, new: Tree, old: Tree) -> Tree:
     return new if good is None else tree.select(good, new, old)
-
-
-def _add(left: Tree, right: Tree) -> Tree:
-    def add(a: Any, b: Any) -> Any:
-        return b if a is None else a if b is None else a.to(full_precision(a.dtype)) + b.to(full_precision(b.dtype))
-
-    return tree.map(add, left, right)
 
 
 def _groups(config: StepConfig, state: TrainState) -> dict[str, Group]:

@@ -94,24 +94,24 @@ def differentiate(
     seed: torch.Tensor,
     frozen: Tree,
     wrt: Sequence[str] | None = None,
-) -> tuple[LossOutput, Tree]:
-    """Computes a loss and its unscaled gradient.
+) -> tuple[LossOutput, Tree, torch.Tensor | None]:
+    """Computes a loss and its gradient, still scaled.
 
     Args:
         loss: The loss.
         params: The parameters, already in the dtype to compute in.
         batch: The batch; its floating-point leaves are cast to the policy's compute dtype.
         policy: Casts batch, buffers and auxiliary output, or op by op inside the loss; None leaves everything as it is.
-        scaler: Scales the loss and unscales the gradients. A loss that comes in float16 is scaled by 2^15 at most, the
-            largest power of two that can enter its backward pass; a loss reduced in float32 has no such limit.
+        scaler: Scales the loss. A loss that comes in float16 is scaled by 2^15 at most, the largest power of two that
+            can enter its backward pass; a loss reduced in float32 has no such limit.
         buffers: Passed to the loss if it takes them. The new ones come back with the dtypes of these.
         seed: i64[], passed to the loss if it takes it.
         frozen: Passed to the loss if it takes it, cast like the parameters.
         wrt: The top-level keys of `params` to differentiate with respect to; None for all.
 
     Returns:
-        The unscaled loss with buffers and auxiliary output, and the gradients in the structure of what was
-        differentiated.
+        The unscaled loss with buffers and auxiliary output; the gradients in the structure of what was differentiated;
+        and by what they were divided because a scale was too large, f32[], or None. `unscale` takes both.
     """
 
     def scaled(variables: Tree, batch: Tree, buffers_in: Tree, frozen: Tree) -> tuple[torch.Tensor, Any]:
@@ -133,10 +133,21 @@ def differentiate(
     buffers_in = buffers if policy is None else policy.cast_to_compute(buffers)
     variables = params if wrt is None else {key: params[key] for key in wrt}
     (_, (output, excess)), grads = value_and_grad(scaled, has_aux=True)(variables, batch, buffers_in, frozen)
+    return output._replace(loss=output.loss.to(full_precision(output.loss.dtype))), grads, excess
+
+
+def unscale(scaler: LossScale, grads: Tree, excess: torch.Tensor | None) -> Tree:
+    """Makes the gradients that a loss has without a scale.
+
+    Args:
+        scaler: What scaled the loss.
+        grads: The gradients, as `differentiate` returns them.
+        excess: By what they were divided besides; None for nothing.
+    """
     grads = scaler.unscale(grads)
-    if excess is not None:
-        grads = tree.map(lambda grad: None if grad is None else grad * excess.to(grad.dtype), grads)
-    return output._replace(loss=output.loss.to(full_precision(output.loss.dtype))), grads
+    if excess is None:
+        return grads
+    return tree.map(lambda grad: None if grad is None else grad * excess.to(grad.dtype), grads)
 
 
 def _excess_of(scaler: LossScale, value: torch.Tensor) -> torch.Tensor | None:

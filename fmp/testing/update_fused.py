@@ -1,11 +1,12 @@
-"""The law of an optimizer's one-pass form."""
+"""The law of an optimizer's one-pass form: what it returns, what it keeps on a skip, what it may overwrite."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fmp import tree
-from fmp.dtypes import full_precision, short_name
+from fmp.dtypes import full_precision, is_castable, short_name
 from fmp.optim import apply_updates
 from fmp.testing.bits import assert_close, assert_same_bits, assert_same_kind, snapshot
 from fmp.testing.optimizer_case import Case
@@ -53,3 +54,20 @@ def fused_means_update(case: Case) -> None:
             )
             assert_same_bits((found, found_state), (before[2], before[1]), f"the result of a skipped fused {what}")
             assert_same_bits(low, None, f"`low` without a cast_dtype {what}")
+            _keeps_casts(fused, before, donate, what)
+
+
+def _keeps_casts(fused: Callable[..., Any], before: Tree, donate: bool, what: str) -> None:
+    casts = tree.map(lambda param: param.to(torch.bfloat16) if is_castable(param) else None, before[2])
+    for finite in (True, False):
+        grads, state, params, given = snapshot((*before, casts))
+        options = {"inv_scale": None, "clip": None, "cast_dtype": None, "donate": donate}
+        found, low, _ = fused(grads, state, params, finite=torch.tensor(finite), low=given, **options)
+        expected = tree.map(_cast, grads, casts, found)
+        assert_same_bits(low, expected, f"the casts that fused keeps {what}")
+        if not donate:
+            assert_same_bits(given, casts, f"the casts that fused was given {what}")
+
+
+def _cast(grad: Any, cast: Any, new: Any) -> Any:
+    return cast if grad is None or cast is None else new.to(cast.dtype)

@@ -17,7 +17,6 @@ from tests.cuda_executor import SCHEDULES, LaunchError, Module
 from tests.kernels.harness import folder, needs_executor
 
 pytestmark = needs_executor
-SOURCE = folder() / "df11.cu"
 BLOCK = 8 * 32 * 512
 PARTS = ("code_lengths", "stream", "chunk_bits", "group_starts", "sign_mantissa")
 ROW = np.dtype([*[(name, np.uint64) for name in PARTS], *[(name, np.int64) for name in ("offset", "numbers", "words")]])
@@ -52,7 +51,7 @@ def of(node: CompressedTensor) -> df11.Parts:
 
 @pytest.fixture(scope="module", params=["fast", "checked"])
 def module(request: pytest.FixtureRequest) -> Module:
-    return Module(SOURCE, request.param)
+    return Module(folder() / "df11.cu", request.param)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, module: Module) -> None:
@@ -62,7 +61,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, module: Module) -> None:
 
 @pytest.fixture(scope="module")
 def checked() -> Module:
-    return Module(SOURCE, "checked")
+    return Module(folder() / "df11.cu", "checked")
 
 
 def weights(numbers: int, kind: str = "normal") -> torch.Tensor:
@@ -166,7 +165,7 @@ def test_the_checker_watches_these_launches(checked):
 
 
 def test_the_way_to_the_gpu(monkeypatch):
-    launched(monkeypatch, Module(SOURCE, "fast"))
+    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
     tensors = [weights(numbers) for numbers in (3, 700, BLOCK + 1, 64, 5000)]
     nodes = [CompressedTensor.compress(tensor) for tensor in tensors]
     pairs = [(node, tensor) for node, tensor in zip(nodes, tensors, strict=True) if not node.is_raw]
@@ -181,7 +180,7 @@ def test_the_way_to_the_gpu(monkeypatch):
 
 
 def test_a_card_is_believed_if_it_agrees_with_the_codec(monkeypatch):
-    launched(monkeypatch, Module(SOURCE, "fast"))
+    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
     assert _kernel_is_right.__wrapped__(torch.device("cpu"))
     restore = df11.restore
     monkeypatch.setattr(df11, "restore", lambda parts: restore(parts).roll(1))
@@ -190,7 +189,7 @@ def test_a_card_is_believed_if_it_agrees_with_the_codec(monkeypatch):
 
 
 def test_one_tensor_is_checked_when_it_is_first_met(monkeypatch):
-    launched(monkeypatch, Module(SOURCE, "fast"))
+    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
     tensor = weights(5000)
     node = CompressedTensor.compress(tensor)
     bad = node_with(node, chunk_bits=node.chunk_bits + 1, sign_mantissa=node.sign_mantissa.clone())

@@ -1,0 +1,46 @@
+"""Adam and AdamW over lists of tensors, in one launch that overwrites them; `cuda/adam.cu` has the equations."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fmp.kernels import optimizer
+
+Tensor = torch.Tensor
+
+COUPLED_DECAY, DECOUPLED_DECAY = 1, 2
+"""Flags of a parameter: its decay goes into the gradient, or past the moments into the update."""
+
+
+def step(
+    gradients: Sequence[Tensor],
+    params: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    low: Sequence[Tensor | None],
+    *,
+    flags: Sequence[int],
+    coefficients: Tensor,
+    scale: Tensor | None = None,
+    divide: bool = False,
+    clip: Tensor | None = None,
+    finite: Tensor | None = None,
+) -> None:
+    """Overwrites parameters, moments and casts by those after one step.
+
+    Args:
+        gradients: f32, f16 or bf16, still scaled.
+        params: f32, the parameters or their masters.
+        first: f32, their first moments.
+        second: f32, their second moments.
+        low: For each parameter its cast, f16 or bf16, or None.
+        flags: For each parameter the sum of its flags.
+        coefficients: f32[n, 8], for each parameter 1 - b1, 1 - b2, 1 - (1 - b2), the size of the step, eps, the factor
+            of the parameter in the update, that in the gradient, and nothing.
+        scale: f32[], the factor of the gradients; None for 1.
+        divide: Whether they are divided by `scale`, not multiplied.
+        clip: f32[], a further factor; None for 1.
+        finite: bool[], false to leave every byte as it is; None for true.
+    """
+    factors = {"scale": scale, "divide": divide, "clip": clip, "finite": finite}
+    optimizer.overwrite("adam", gradients, params, (first, second), low, flags, coefficients, **factors)

@@ -34,6 +34,11 @@ def shares_memory(leaves: Iterable[Any], others: Iterable[Any]) -> bool:
         return True
     if not {torch.strided}.issuperset(map(attrgetter("layout"), chain(inside, outside))):
         return True
+    return overlap(inside, outside)
+
+
+def overlap(inside: list[torch.Tensor], outside: list[torch.Tensor]) -> bool:
+    """Does what `shares_memory` says, for tensors that are known to be nothing but memory with a shape."""
     begins, ends = _intervals(inside)
     outer_begins, outer_ends = _intervals(outside)
     if _are_disjoint(begins + outer_begins, ends + outer_ends):

@@ -10,7 +10,7 @@ In plain Python, on leaves that nobody else holds:
 torch's, on any device, the same result up to rounding, since they order their arithmetic in their own way.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from fmp import _compat, tree
 from fmp.dtypes import full_precision
 from fmp.optim import checks
-from fmp.optim.aliasing import PLAIN, shares_memory
+from fmp.optim.aliasing import PLAIN, overlap, shares_memory
 from fmp.optim.base import apply_updates, check_trainable, in_dtype
 
 Tree = Any
@@ -174,7 +174,10 @@ def overwrite(
     grad_shapes, *shapes = [list(map(_SHAPE, column)) for column in columns]
     if any(found != grad_shapes for found in shapes):
         _check_shapes(grads, grad_leaves, new_columns)
-    donate = donate and not shares_memory(chain.from_iterable(new_columns), chain(columns[0], others))
+    if donate:
+        written, read = list(chain.from_iterable(new_columns)), [*columns[0], *others]
+        # If all leaves are due, they have been looked at.
+        donate = not (overlap if len(due) == len(grad_leaves) else shares_memory)(written, read)
 
     groups: dict[Any, list[int]] = {}
     kinds_due = [()] * len(due) if kinds is None else [(kinds[index],) for index in due]
@@ -231,12 +234,13 @@ def check_numbers(**options: Any) -> None:
 
 _DTYPE, _SHAPE, _DEVICE = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
 _LAYOUT, _REQUIRES_GRAD, _BASE = attrgetter("layout"), attrgetter("requires_grad"), attrgetter("_base")
+_IS_CPU = attrgetter("is_cpu")
 
 
 def _are_plain(tensors: list[Any], others: list[torch.Tensor]) -> bool:
     if not PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
         return False
-    if any(device.type not in ("cpu", "cuda") for device in set(map(_DEVICE, tensors))):
+    if not all(map(_IS_CPU, tensors)) and not {"cpu", "cuda"} >= {device.type for device in map(_DEVICE, tensors)}:
         return False
     if any(map(torch.Tensor.is_neg, tensors)) or any(map(_compat.is_zero_tensor, tensors)):
         return False
@@ -246,7 +250,7 @@ def _are_plain(tensors: list[Any], others: list[torch.Tensor]) -> bool:
 
 
 def _chosen(items: list[Any], places: list[int]) -> list[Any]:
-    return [items[place] for place in places]
+    return list(items) if len(places) == len(items) else [items[place] for place in places]
 
 
 def _checked(request: Request, cast_dtype: torch.dtype | None) -> Request:
@@ -298,9 +302,13 @@ def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool) -> l
     # A kernel sees memory, not strides: entries must neither overlap nor leave gaps. A copy never does.
     if params[0].dtype != dtype:
         params, donate = [param.to(dtype) for param in params], True
-    if donate and all(map(torch.Tensor.is_contiguous, params)):
+    if donate and _are_contiguous(params):
         return params
     return [param if donate and _is_dense(param) else _copy(param) for param in params]
+
+
+def _are_contiguous(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -312,10 +320,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out_as(params: list[torch.Tensor], others: list[torch.Tensor], donate: bool) -> list[torch.Tensor]:
-    if donate and {params[0].dtype}.issuperset(map(_DTYPE, others)):
-        strides = list(map(torch.Tensor.stride, others))
-        if strides == list(map(torch.Tensor.stride, params)):
-            return others
+    if donate and {params[0].dtype}.issuperset(map(_DTYPE, others)) and _are_contiguous(chain(params, others)):
+        return others
     return [
         other
         if donate and other.dtype == param.dtype and other.stride() == param.stride()

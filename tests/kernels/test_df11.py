@@ -73,11 +73,15 @@ def weights(numbers: int, kind: str = "normal") -> torch.Tensor:
         values = torch.full((numbers,), 3.0)
     if kind == "wide":  # all lengths up to 12 bits
         values = torch.exp2(torch.randint(-100, 100, (numbers,), generator=generator) * values.abs() * 20)
+    if kind == "special":  # zeros of both signs, subnormal numbers, inf and NaN
+        special = torch.tensor([0.0, -0.0, 1e-39, float("inf"), float("nan")])
+        chosen = special[torch.randint(0, len(special), (numbers,), generator=generator)]
+        values = torch.where(torch.rand(numbers, generator=generator) < 0.1, chosen, values)
     return values.bfloat16()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", ["normal", "two exponents", "constant", "wide"])
+@pytest.mark.parametrize("kind", ["normal", "two exponents", "constant", "wide", "special"])
 def test_same_bits_as_the_codec(module, kind, schedule):
     module.schedule = schedule
     tensors = [weights(numbers, kind) for numbers in (1, 15, 511, 512, 513, 3000, 32 * 512 + 17)]
@@ -132,6 +136,55 @@ def test_every_bit_of_the_lengths_and_positions(checked, numbers):
                 assert damaged == [True] or same_bits(out, tensor), (name, bit)
     short = node_with(node, stream=node.stream[:-1].clone())
     assert decode(checked, [short], [torch.zeros_like(tensor)]) == [True]
+
+
+def zeros_of(lengths: dict[int, int], bits: int, words: int | None = None, numbers: int = 100) -> CompressedTensor:
+    """Makes a tensor of one chunk whose stream is all zeros, with a code of its own."""
+    code_lengths = torch.zeros(256, dtype=torch.uint8)
+    for symbol, length in lengths.items():
+        code_lengths[symbol] = length
+    return CompressedTensor(
+        code_lengths,
+        torch.zeros((bits + 63) // 64 + 1 if words is None else words, dtype=torch.int64),
+        torch.tensor([bits], dtype=torch.int16),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(numbers, dtype=torch.uint8),
+        torch.empty(0, dtype=torch.int16),
+        torch.Size([numbers]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bits", "is_whole"),
+    [
+        ({0: 1, 255: 1}, 100, True),
+        ({7: 1}, 100, True),  # the only symbol has a code of one bit
+        ({7: 2}, 200, False),
+        ({7: 2, 8: 2}, 200, False),
+        ({7: 1, 8: 2}, 100, False),
+        ({7: 1, 8: 1, 9: 1}, 100, False),
+        ({7: 1, 8: 1, 9: 13}, 100, False),
+        ({7: 1, 8: 13}, 100, False),
+        ({}, 0, False),
+    ],
+)
+def test_a_code_is_complete(checked, lengths, bits, is_whole):
+    out = torch.full((100,), 3.0, dtype=torch.bfloat16)
+    assert decode(checked, [zeros_of(lengths, bits)], [out]) == [not is_whole]
+    if is_whole:
+        assert out.view(torch.int16).tolist() == [min(lengths) << 7] * 100
+
+
+@pytest.mark.parametrize("bits", [63, 64, 65, 95, 96, 97, 127, 128])
+def test_nothing_but_unset_bits_follows_the_last_code(checked, bits):
+    node, out = zeros_of({0: 1, 255: 1}, bits, numbers=bits), torch.zeros(bits, dtype=torch.bfloat16)
+    assert decode(checked, [node], [out]) == [False]
+    for bit in range(bits, 64 * node.stream.numel()):
+        stream = node.stream.clone()
+        stream.view(torch.uint8)[bit // 8] |= 1 << bit % 8
+        assert decode(checked, [node_with(node, stream=stream)], [out]) == [True], bit
+    for words in (node.stream.numel() - 1, node.stream.numel() + 1):
+        assert decode(checked, [zeros_of({0: 1, 255: 1}, bits, words, numbers=bits)], [out]) == [True]
 
 
 @given(st.binary(min_size=256, max_size=256), st.integers(0, 2**32 - 1), st.sampled_from(SCHEDULES))

@@ -109,18 +109,23 @@ class Spec:
             child._collect(subtree, subtrees)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """Takes a tree apart into its leaves and its structure; None is a leaf, and keys are sorted."""
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec]:
+    """Takes a tree apart into its leaves and its structure; None is a leaf, and keys are sorted.
+
+    Args:
+        tree: Any tree.
+        is_leaf: Says of a node whether it is to be one leaf.
+    """
     leaves: list[Any] = []
-    return leaves, _flatten(tree, leaves)
+    return leaves, _flatten(tree, leaves, is_leaf)
 
 
-def _flatten(node: Any, leaves: list[Any]) -> Spec:
-    if optree.tree_is_leaf(node, none_is_leaf=True):
+def _flatten(node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> Spec:
+    if (is_leaf is not None and is_leaf(node)) or optree.tree_is_leaf(node, none_is_leaf=True):
         leaves.append(node)
         return Spec()
     children, metadata, entries, rebuild = _one_level(node)
-    return Spec(type(node), metadata, entries, [_flatten(child, leaves) for child in children], rebuild)
+    return Spec(type(node), metadata, entries, [_flatten(child, leaves, is_leaf) for child in children], rebuild)
 
 
 def _one_level(node: Any) -> tuple[Any, Any, Any, Any]:

@@ -120,7 +120,8 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """Lists the storages behind a tensor: one, or those of its parts; none for other layouts."""
     if wraps_tensors(type(tensor)):
         wrapped = [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]
-        return [storage for part in wrapped for storage in storages(part)]
+        # A DTensor lists its mesh among them.
+        return [storage for part in wrapped if isinstance(part, Tensor) for storage in storages(part)]
     if tensor.layout == torch.strided and not tensor.is_nested:
         return [tensor.untyped_storage()]
     parts: tuple[Tensor, ...] = ()

@@ -42,6 +42,11 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
     except BrokenPipeError:  # The reader, such as `head`, has seen enough.
         discard_output()
         return PIPE
+    except SystemExit as stopped:
+        if not isinstance(stopped.__context__, BrokenPipeError):
+            raise
+        discard_output()  # rich makes an end of the process of a broken pipe
+        return PIPE
     except OSError as error:
         discard_output()
         _print_error(f"the standard output: {error.strerror}")

@@ -270,8 +270,14 @@ def test_the_table():
 def test_what_is_refused():
     with pytest.raises(TypeError, match=r"fmp\.train_step"):
         measure_step(lambda state, batch: state, {"w": W}, X)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RuntimeError, match=r"aten\.equal"):
+    with pytest.raises(ValueError, match=r"the optimizer looks at the values .*aten\.equal.*fmp\.optim\.adamw"):
         measure_step(linear_step(optimizer=fmp.optim.from_torch(torch.optim.AdamW, lr=1e-3)), {"w": W}, X)
+
+    def looking(w, x):
+        return (x @ w).mean() * x.sum().item()
+
+    with pytest.raises(ValueError, match=r"the step looks at the values .*`\.item\(\)`.*torch\.where"):
+        measure_step(fmp.train_step(looking, fmp.optim.sgd(0.1)), W, X)
 
 
 def test_torch_says_when_a_backward_pass_runs():

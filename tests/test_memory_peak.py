@@ -292,69 +292,6 @@ def test_a_model_too_large_for_the_machine():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_fake_stand_ins_share_storage_where_the_tensors_do():
-    x = torch.zeros(8)
-
-    def same(a, b):
-        assert a.untyped_storage()._cdata == b.untyped_storage()._cdata
-        assert isinstance(SHARED, type(a))
-        assert b.storage_offset() == 2
-        return SHARED + 1
-
-    assert fmp.memory.peak(same, x, x[2:].view(2, 3), fake=True) == SHARED.nbytes
-
-
-SHARED = torch.ones(100)
-
-
-class Counter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(4))
-
-    def forward(self, x):
-        self.seen = self.seen + 1
-        return x * 2
-
-
-def test_a_module_that_sets_a_buffer_anew_keeps_its_own():
-    module = Counter()
-    before = module.seen
-    assert fmp.memory.peak(module, X, fake=True) == BIG + 16
-    assert module.seen is before
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: FakeTensorMode().from_tensor(X),
-        lambda: torch.eye(3).to_sparse(),
-        lambda: TwoTensor(X.clone(), X.clone()),
-    ],
-)
-def test_what_has_no_fake_stand_in(make):
-    with pytest.raises(ValueError, match="leave out fake=True"):
-        fmp.memory.peak(lambda x: x, make(), fake=True)
-    assert _compat.dispatch_modes() == []
-
-
-def test_a_tensor_that_no_stand_in_replaces():
-    class Holder:
-        weight = W
-
-    holder = Holder()
-    assert fmp.memory.peak(lambda x: x @ holder.weight, X) == BIG
-    with pytest.raises(ValueError, match="attribute of another object"):
-        fmp.memory.peak(lambda x: x @ holder.weight, X, fake=True)
-    with pytest.raises(AssertionError, match="mine"):
-        fmp.memory.peak(_fails, X, fake=True)
-    assert _compat.dispatch_modes() == []
-
-
-def _fails(x):
-    raise AssertionError("mine")
-
-
 def test_torch_utils_checkpoint_and_compiled_functions():
     def checkpointed(w, x):
         return checkpoint(block, x, w, use_reentrant=False, preserve_rng_state=False).sum()

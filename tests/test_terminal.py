@@ -1,5 +1,6 @@
 """How `python -m fmp df11` ends and what it prints, whatever names, readers and memory there are."""
 
+import argparse
 import errno
 import io
 import json
@@ -14,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from fmp import terminal
 from fmp.__main__ import main
 from fmp.df11 import tensor_file
 from tests.df11.test_cli import output, plain as plain, run
@@ -156,6 +158,21 @@ def test_an_output_that_cannot_be_written(words: list[str], tmp_path: Path, monk
     monkeypatch.setattr(sys, "stdout", Full())
     assert run(*words) == 2
     assert capsys.readouterr().err == "error: the standard output: No space left on device\n"
+
+
+def test_a_table_that_nobody_reads(monkeypatch: Any) -> None:
+    with closed_pipe() as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "--params", "7B"]) == 141
+        pipe.write("this is lost, without an error at the end")
+
+
+def test_other_ends_of_the_process_are_ends() -> None:
+    def stop(options: Any) -> int:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match="3"):
+        terminal.run(stop, argparse.Namespace(json=None))
 
 
 def test_errors_that_nobody_reads(plain: Path, monkeypatch: Any) -> None:

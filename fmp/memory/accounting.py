@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fmp import master, optim, tree
 from fmp.dtypes import full_precision, is_castable, short_name
+from fmp.memory.first_state import first_state, state_of_number
 from fmp.memory.model_sizes import ModelSizes
 from fmp.optim import GradientTransformation
 from fmp.policy import Policy
@@ -32,9 +33,6 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransformation]] = {
 # Two moments of 8 bits, with a float32 scale for each block; leaves that are small keep float32.
 EIGHT_BIT = ("adam8bit", "adamw8bit")
 _BLOCK, _SMALL = 256, 4096
-
-# More numbers than that are not made to learn what an optimizer keeps for one leaf.
-_MOST_REAL = 2**26
 
 
 class Amount(NamedTuple):
@@ -109,14 +107,15 @@ def optimizer_state(
     Args:
         optimizer: Its name, or the optimizer.
         full: What it works on, without data.
-        moments: The dtype of what has dimensions; of the first and of the second moment, if these differ.
+        moments: The dtype of what has dimensions; of the first and of the second moment, if these differ. What is no
+            floating-point number keeps its own.
         is_number: Whether no shapes are known.
 
     Returns:
         What has dimensions, and the counts and other scalars.
 
     Raises:
-        ValueError: If the name is unknown, or the state depends on shapes that are not known.
+        ValueError: If the name is unknown, or the state depends on shapes or names that are not known.
         TypeError: If it is no optimizer.
     """
     if isinstance(optimizer, str) and optimizer in EIGHT_BIT:
@@ -124,16 +123,16 @@ def optimizer_state(
             raise ValueError(f"moments: those of {optimizer} have 8 bits; leave the dtype out")
         sizes = [leaf.numel() for leaf in tree.leaves(full) if isinstance(leaf, Tensor)]
         return Amount(sum(map(_eight_bit, sizes)), f"8 bits, and f32 for each block of {_BLOCK}"), Amount(0)
-    state = _state(transformation(optimizer), full, is_number)
+    state = (state_of_number if is_number else first_state)(transformation(optimizer), full)
     slots = [leaf for leaf in tree.leaves(state) if isinstance(leaf, Tensor) and leaf.ndim]
     # A number of parameters does not say of how many leaves there is a count.
     scalars = [] if is_number else [leaf for leaf in tree.leaves(state) if isinstance(leaf, Tensor) and not leaf.ndim]
     if isinstance(moments, tuple):
         if not hasattr(state, "first_moment") or not hasattr(state, "second_moment"):
             raise ValueError("moments: two dtypes are for adam, adamw and lamb; give one")
-        slots = [in_dtype(state.first_moment, moments[0]), in_dtype(state.second_moment, moments[1])]
+        slots = [_recast(state.first_moment, moments[0]), _recast(state.second_moment, moments[1])]
     elif moments is not None:
-        slots = in_dtype(slots, moments)
+        slots = _recast(slots, moments)
     return counted(slots), counted(scalars)
 
 
@@ -149,40 +148,9 @@ def transformation(optimizer: Any) -> GradientTransformation:
     return OPTIMIZERS[optimizer]()
 
 
-def _state(optimizer: GradientTransformation, full: Tree, is_number: bool) -> Tree:
-    try:
-        state = optimizer.init(full)
-    except (AssertionError, RuntimeError, NotImplementedError):  # it looks at values, as from_torch does
-        state = _state_by_leaf(optimizer, full)
-    if is_number:
-        # A vector and a matrix of as many numbers tell whether shapes matter.
-        as_matrix = optimizer.init(tree.map(lambda leaf: leaf.view(1, -1), full))
-        if _slot_bytes(as_matrix) != _slot_bytes(state):
-            raise ValueError(
-                "what this optimizer keeps depends on the shapes of the parameters; give a module or a tree of shapes "
-                "instead of a number"
-            )
-    return state
-
-
-def _slot_bytes(state: Tree) -> int:
-    return sum(leaf.nbytes for leaf in tree.leaves(state) if isinstance(leaf, Tensor) and leaf.ndim)
-
-
-def _state_by_leaf(optimizer: GradientTransformation, full: Tree) -> list[Tree]:
-    """Makes the state of each leaf alone, of zeros, and lets go of its data."""
-    states = []
-    for path, leaf in tree.items(full):
-        if leaf is None:
-            continue
-        if leaf.numel() > _MOST_REAL:
-            raise ValueError(
-                f"{path or 'the model'}: the optimizer looks at values, and {tree.describe(leaf)} is too large to "
-                "make; name the optimizer, such as 'adamw', or give a smaller model"
-            )
-        state = optimizer.init([torch.zeros(leaf.shape, dtype=leaf.dtype)])
-        states.append(tree.map(lambda slot: slot.to("meta") if isinstance(slot, Tensor) else slot, state))
-    return states
+def _recast(value: Tree, dtype: torch.dtype) -> Tree:
+    """Makes the floating-point leaves anew in a dtype, and keeps the others."""
+    return tree.map(lambda leaf: leaf.to(dtype) if is_castable(leaf) else leaf, value)
 
 
 def _eight_bit(numbers: int) -> int:

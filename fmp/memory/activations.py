@@ -16,7 +16,10 @@ The logits are  s b v (e + 4 + 4)  for a vocabulary of v: as computed, in float3
 
 import dataclasses
 
+from fmp.memory.checks import whole
+
 REMAT = ("none", "selective", "full")
+_LIMIT = 2**40  # of a size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +57,20 @@ class Transformer:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 0 if field.name == "vocabulary" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"Transformer: {field.name} must be a whole number from {least}, got {value!r}")
+            object.__setattr__(self, field.name, whole(f"Transformer: {field.name}", value, least, _LIMIT))
 
-    def layer_bytes(self, remat: str = "none", itemsize: int = 2) -> int:
+    def layer_bytes(self, remat: str | bool = "none", itemsize: int = 2) -> int:
         """Counts what one layer keeps.
 
         Args:
-            remat: What is recomputed: `"none"`, `"selective"` or `"full"`.
+            remat: What is recomputed: `"none"` or False, `"selective"`, `"full"` or True.
             itemsize: The bytes of an activation.
 
         Raises:
-            ValueError: If `remat` is none of these.
+            ValueError: If `remat` is none of these, or `itemsize` no whole number from 1.
         """
-        check_remat(remat)
+        remat = remat_name(remat)
+        itemsize = whole("itemsize", itemsize, 1, _LIMIT)
         rows = self.sequence * self.batch * self.hidden
         scores = self.heads * self.sequence**2 * self.batch
         if remat == "full":
@@ -77,9 +80,10 @@ class Transformer:
 
     def logit_bytes(self, itemsize: int = 2) -> int:
         """Counts the logits, their float32 copy and its gradient."""
+        itemsize = whole("itemsize", itemsize, 1, _LIMIT)
         return self.sequence * self.batch * self.vocabulary * (itemsize + 4 + 4)
 
-    def activation_bytes(self, remat: str = "none", itemsize: int = 2) -> int:
+    def activation_bytes(self, remat: str | bool = "none", itemsize: int = 2) -> int:
         """Counts what all layers keep, and the logits.
 
         As in the paper, what a layer takes while it is being recomputed is not counted.
@@ -92,7 +96,14 @@ class Transformer:
         return self.layers * self.layer_bytes(remat, itemsize) + self.logit_bytes(itemsize)
 
 
-def check_remat(remat: str) -> None:
-    """Raises a `ValueError` if a way to recompute is none of `"none"`, `"selective"` and `"full"`."""
-    if remat not in REMAT:
-        raise ValueError(f"remat must be one of {', '.join(map(repr, REMAT))}, or True for 'full', got {remat!r}")
+def remat_name(remat: str | bool) -> str:
+    """Returns the name of a way to recompute: True is `"full"`, False is `"none"`.
+
+    Raises:
+        ValueError: If it is none of these, nor `"selective"`.
+    """
+    if isinstance(remat, bool):
+        return "full" if remat else "none"
+    if not isinstance(remat, str) or remat not in REMAT:
+        raise ValueError(f"remat must be one of {', '.join(map(repr, REMAT))}, True or False, got {remat!r}")
+    return remat

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import sys
 from functools import partial
 from typing import Any
@@ -20,6 +21,10 @@ from fmp.terminal import OK
 _EXIT_CODES = "exit codes: 0 done; 2 it could not be done as asked"
 _SIZES = ("layers", "hidden", "heads", "sequence", "batch", "vocabulary")
 _NEEDED = ("layers", "hidden", "heads", "sequence")
+# What these keep depends on shapes, and a number has none.
+_OF_SHAPES = ("adafactor",)
+_NAMES = [name for name in (*OPTIMIZERS, *EIGHT_BIT) if name not in _OF_SHAPES]
+_COUNTED_WIDTH = 12  # the least for the words of a row; what is longer goes on below
 
 
 def add_commands(commands: Any) -> None:
@@ -32,12 +37,13 @@ def add_commands(commands: Any) -> None:
     )
     parser.set_defaults(run=partial(terminal.run, _plan), parser=parser)
     parser.add_argument("--params", required=True, metavar="N", help="the number of parameters: 3.5e9, 350M, 7B")
-    names = ", ".join([*OPTIMIZERS, *EIGHT_BIT])
-    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help=f"{names}, or none (%(default)s)")
+    parser.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help=f"{', '.join(_NAMES)}, or none (%(default)s)"
+    )
     parser.add_argument(
         "--policy", default="O2", help="an opt level, O0 to O3, or params=...,compute=...,output=... (%(default)s)"
     )
-    parser.add_argument("--half", default="f16", metavar="DTYPE", help="the half of an opt level: f16 or bf16")
+    parser.add_argument("--half", metavar="DTYPE", help="the half of an opt level: f16, the default, or bf16")
     parser.add_argument("--masters", metavar="FORM", help=f"of an opt level: {', '.join(FORMS)}, or false")
     parser.add_argument("--gradients", default="compute", metavar="DTYPE", help="their dtype, or none")
     parser.add_argument("--moments", metavar="DTYPE", help="their dtype, or two with a comma")
@@ -47,7 +53,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--gpus", type=_count, default=1, metavar="N", help="the devices that share the state")
     transformer = parser.add_argument_group("activations of a transformer")
     for name in _SIZES:
-        transformer.add_argument(f"--{name}", type=_count, metavar="N")
+        transformer.add_argument(f"--{name}", type=_size if name == "vocabulary" else _count, metavar="N")
     transformer.add_argument("--remat", default="none", choices=REMAT, help="what is recomputed (%(default)s)")
     parser.add_argument("--unit", default="GB", help="GB, 10^9 bytes, or GiB, 2^30 (%(default)s)")
     parser.add_argument(
@@ -70,10 +76,25 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _made(options: argparse.Namespace) -> Plan:
+    try:
+        return _counted(options)
+    except TypeError as error:  # such as masters that are not made for a dtype
+        raise ValueError(str(error)) from error
+
+
+def _counted(options: argparse.Namespace) -> Plan:
     moments = None if options.moments is None else options.moments.split(",")
+    optimizer = options.optimizer.replace("-", "_")
+    if optimizer in _OF_SHAPES:
+        raise ValueError(
+            f"--optimizer {optimizer}: what it keeps depends on shapes, which a number does not tell; in Python, "
+            f"fmp.memory.plan(module, {optimizer!r}) counts it"
+        )
+    if optimizer not in (*_NAMES, "none"):
+        raise ValueError(f"--optimizer {options.optimizer!r} is not known; use one of {', '.join(_NAMES)}, or none")
     return plan(
         _number(options.params),
-        None if options.optimizer == "none" else options.optimizer.replace("-", "_"),
+        None if optimizer == "none" else optimizer,
         _policy(options),
         gradients=None if options.gradients == "none" else options.gradients,
         accumulate=options.accumulate,
@@ -89,11 +110,13 @@ def _made(options: argparse.Namespace) -> Plan:
 
 def _policy(options: argparse.Namespace) -> Policy | str:
     if options.policy in ("O0", "O1", "O2", "O3"):
-        if options.half in ("f16", "fp16") and options.masters is None:
+        if options.half in (None, "f16", "fp16") and options.masters is None:
             return options.policy
-        return opt_level(options.policy, half_dtype=options.half, master_weights=options.masters)
+        return opt_level(options.policy, half_dtype=options.half or "f16", master_weights=options.masters)
     if options.masters is not None:
         raise ValueError("--masters is of an opt level; write master=... into --policy")
+    if options.half is not None:
+        raise ValueError("--half is of an opt level; write the dtypes into --policy")
     return options.policy
 
 
@@ -109,14 +132,20 @@ def _transformer(options: argparse.Namespace) -> Transformer | None:
 def _number(text: str) -> float:
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower())
     with contextlib.suppress(ValueError):
-        return float(text) if scale is None else round(float(text[:-1]) * scale)
+        number = float(text) if scale is None else float(text[:-1]) * scale
+        if math.isfinite(number):
+            return number if scale is None else round(number)
     raise ValueError(f"--params must be a number such as 3.5e9, 350M or 7B, got {text!r}")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, written in digits, got {text!r}")
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {least}, written in digits, got {text!r}")
     return int(text)
+
+
+def _size(text: str) -> int:
+    return _count(text, 0)
 
 
 def _print_table(made: Plan) -> None:
@@ -131,11 +160,16 @@ def _print_table(made: Plan) -> None:
     table = table_module.Table(title=f"{made.title}\non each device", title_justify="left", title_style="bold")
     heading, *rows = made.rows()
     for name in heading:
-        table.add_column(name, justify="left" if name in ("kind", "counted") else "right")
+        table.add_column(name, justify="left" if name in ("kind", "counted") else "right", no_wrap=name != "counted")
     for row in rows:
         if row[0] == "total":
             table.add_section()
         table.add_row(*row, style="bold" if row[0] == "total" else None)
     console = console_module.Console(file=sys.stdout, highlight=False, markup=False)
+    # Numbers are not cut, however narrow a terminal is.
+    *widths, words = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    least = sum(widths) + min(words, _COUNTED_WIDTH) + 3 * len(heading) + 1
+    if console.width < least:
+        console = console_module.Console(file=sys.stdout, highlight=False, markup=False, width=least)
     console.print(table)
     console.print(f"not counted: {'; '.join(made.missing)}")

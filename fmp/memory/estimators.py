@@ -7,6 +7,10 @@ results are bytes.
 
 from typing import NamedTuple
 
+from fmp.memory.checks import amount, whole
+
+_LIMIT = 2**63
+
 
 class Estimate(NamedTuple):
     """What one device and one host need.
@@ -37,11 +41,17 @@ def deepspeed_zero2(
         offload_optimizer: Whether moments and masters live in the memory of the hosts.
         buffer_factor: What DeepSpeed calls `additional_buffer_factor`.
 
+    Raises:
+        ValueError: If a number is not one, or out of range.
+
     Example:
         >>> t5_3b = deepspeed_zero2(2851e6, devices=8)
         >>> round(t5_3b.device / 2**30, 2), round(t5_3b.host / 2**30, 2)
         (15.93, 127.45)
     """
+    numbers = amount("numbers", numbers, below=_LIMIT)
+    buffer_factor = amount("buffer_factor", buffer_factor, below=_LIMIT)
+    devices, nodes = whole("devices", devices, 1, _LIMIT), whole("nodes", nodes, 1, _LIMIT)
     total = devices * nodes
     if offload_optimizer:
         return Estimate(int(2 * numbers), int(numbers * max(4 * total, 16) * buffer_factor))
@@ -81,7 +91,7 @@ def deepspeed_zero3(
         buffer_factor: What DeepSpeed calls `additional_buffer_factor`.
 
     Raises:
-        ValueError: If parameters are offloaded and the optimizer is not.
+        ValueError: If parameters are offloaded and the optimizer is not, or a number is not one, or out of range.
 
     Example:
         >>> t5_3b = deepspeed_zero3(2851e6, 32e6, devices=8)
@@ -90,13 +100,22 @@ def deepspeed_zero3(
     """
     if offload_params and not offload_optimizer:
         raise ValueError("offload_params=True needs offload_optimizer=True, as in DeepSpeed")
-    whole = numbers * 4 * devices
+    numbers = amount("numbers", numbers, below=_LIMIT)
+    largest_layer = amount("largest_layer", largest_layer, below=_LIMIT)
+    if largest_layer > numbers:
+        raise ValueError(f"largest_layer must be a part of the {numbers:,} parameters, got {largest_layer:,}")
+    buffer_factor = amount("buffer_factor", buffer_factor, below=_LIMIT)
+    devices, nodes = whole("devices", devices, 1, _LIMIT), whole("nodes", nodes, 1, _LIMIT)
+    unsharded = numbers * 4 * devices
     if not offload_optimizer:
-        on_device, host = int(18 * numbers / (devices * nodes)), largest_layer * 4 * devices if sharded_init else whole
+        on_device, host = (
+            int(18 * numbers / (devices * nodes)),
+            largest_layer * 4 * devices if sharded_init else unsharded,
+        )
     else:
         on_device = 0 if offload_params else int(2 * numbers / (devices * nodes))
         shard = numbers * (18 if offload_params else 16) / nodes
-        host = shard if sharded_init else max(whole, shard)
+        host = shard if sharded_init else max(unsharded, shard)
     return Estimate(int(4 * largest_layer) + on_device, int(host * buffer_factor))
 
 
@@ -137,13 +156,14 @@ def accelerate_training(numbers: float, dtype: str = "float32") -> Training | No
         The estimate; None for the integer formats, which accelerate does not train.
 
     Raises:
-        ValueError: If `dtype` is another one.
+        ValueError: If `dtype` is another one, or `numbers` no number of parameters.
 
     Example:
         >>> gemma_2b = accelerate_training(2506172416, "bfloat16")
         >>> [round(size / 1e9, 2) for size in gemma_2b]
         [10.02, 15.04, 20.05, 20.05]
     """
+    numbers = amount("numbers", numbers, below=_LIMIT)
     size = int(4 * numbers)
     if dtype == "float32":
         return Training(size, size, 2 * size, 4 * size)
@@ -161,8 +181,13 @@ def accelerate_inference(numbers: float, itemsize: float = 2) -> int:
         numbers: The number of parameters.
         itemsize: The bytes of a weight; 0.5 for int4.
 
+    Raises:
+        ValueError: If one of them is not a number, or out of range.
+
     Example:
         >>> accelerate_inference(7e9) / 1e9
         16.8
     """
+    numbers = amount("numbers", numbers, below=_LIMIT)
+    itemsize = amount("itemsize", itemsize, below=_LIMIT)
     return int(numbers * itemsize * 6 / 5)

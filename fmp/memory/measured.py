@@ -6,15 +6,16 @@ from the start. Of the others:
     made by a cast of a parameter before or in the forward pass   compute
     made by a cast of the batch before it                         batch
     made in the forward or backward pass                          activations, or
-        alive when the backward pass ends                         gradients
+        made by the backward pass, alive when it ends             gradients
     made of gradients before the update                           gradients
     part of the new state                                         params, masters, moments, ...
     else                                                          other
 """
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor
 from fmp import tree
 from fmp._compat import running_node
 from fmp.live_memory import Memory, Watch, storages, uncompiled
-from fmp.memory.stand_ins import stand_ins
+from fmp.memory.holders import held
+from fmp.memory.stand_ins import looks_at_values, stand_ins
 from fmp.memory.units import in_unit
 from fmp.optim import GradientTransformation
 from fmp.step import TrainState, TrainStep
@@ -51,7 +53,8 @@ class Timeline:
 
     Attributes:
         ops: The names of the ops; the first entry, `"start"`, is before any.
-        phases: For each, what the step was doing: `"start"`, `"prepare"`, `"forward"`, `"backward"` or `"update"`.
+        phases: For each, what the step was doing: `"start"`, `"prepare"`, `"forward"`, `"backward"` or `"update"`. A
+            gradient that the loss function takes itself is of the forward pass.
         live: The live bytes after each, by kind.
     """
 
@@ -107,7 +110,8 @@ def measure_step(step: TrainStep, params: Tree, batch: Tree, *, buffers: Tree = 
     the batch, and other tensors that the step uses: what the parameters given here take is not part of it, as the state
     holds copies. The old state lives until the end unless the step donates it.
 
-    Not counted is what `fmp.memory.peak` does not count, either. A compiled step runs as if it were not compiled.
+    Not counted is what `fmp.memory.peak` with fake tensors does not count, either. A compiled step runs as if it were
+    not compiled.
 
     Args:
         step: The step.
@@ -120,8 +124,9 @@ def measure_step(step: TrainStep, params: Tree, batch: Tree, *, buffers: Tree = 
         The timeline.
 
     Raises:
-        ValueError: As `fmp.memory.peak` with fake tensors.
-        RuntimeError: By torch, if something looks at values, as `fmp.optim.from_torch` does when its state begins.
+        TypeError: If `step` is no train step.
+        ValueError: As `fmp.memory.peak` with fake tensors; so if something looks at values, as `fmp.optim.from_torch`
+            does when its state begins.
 
     Example:
         >>> def loss_fn(w, x):
@@ -172,7 +177,8 @@ class _LifeWatch(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs an operator, and takes down what lives after it."""
-        backward = running_node() is not None
+        # The loss function may take gradients, too.
+        backward = running_node() is not None and self.phase != "forward"
         if not backward:
             for life in self._candidates:
                 life.kind = "gradients" if life.nbytes else life.kind
@@ -193,8 +199,8 @@ class _LifeWatch(Watch):
 
     def claim(self, value: Tree, kind: str) -> None:
         """Gives the storages of a tree a kind."""
-        for leaf in tree.leaves(value):
-            for storage in storages(leaf) if isinstance(leaf, Tensor) else ():
+        for tensor in held(value):
+            for storage in storages(tensor):
                 self._see(storage, is_new=True).origin.kind = kind
 
     def claim_state(self, state: TrainState) -> None:
@@ -209,17 +215,50 @@ class _LifeWatch(Watch):
         }.items():
             self.claim(part, kind)
 
-    def marked(self, fn: Callable[..., Any], during: str, after: str) -> Callable[..., Any]:
-        """Makes a function that says when it runs."""
+    def marked(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a loss function that says when it runs."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.phase = during
+            self.phase = "forward"
             try:
                 return fn(*args, **kwargs)
             finally:
-                self.phase = after
+                self.phase = "backward"
 
         return run
+
+    def marked_optimizer(self, optimizer: GradientTransformation) -> GradientTransformation:
+        """Makes an optimizer that says when it begins. It holds on to nothing, so that what dies on the way does."""
+
+        def update(grads: Tree, state: Tree, params: Tree) -> Any:
+            self.phase = "update"
+            given = [params, state, grads]
+            del grads, state, params
+            return optimizer.update(given.pop(), given.pop(), given.pop())
+
+        def fused(
+            grads: Tree,
+            state: Tree,
+            params: Tree,
+            *,
+            inv_scale: Any = None,
+            clip: Any = None,
+            finite: Any = None,
+            cast_dtype: Any = None,
+            low: Tree = None,
+            donate: bool = False,
+        ) -> Any:
+            self.phase = "update"
+            given = [params, state, grads]
+            del grads, state, params
+            run: Any = optimizer.fused
+            # A call with **options would hold on to all that it passes.
+            return run(
+                given.pop(), given.pop(), given.pop(), low=low, inv_scale=inv_scale, clip=clip, finite=finite,
+                cast_dtype=cast_dtype, donate=donate,
+            )  # fmt: skip
+
+        return optimizer._replace(update=update, fused=None if optimizer.fused is None else fused)
 
     def timeline(self) -> Timeline:
         """Adds the lives up."""
@@ -265,35 +304,39 @@ class _LifeWatch(Watch):
 def _run(step: TrainStep, parts: Any, params: Tree, batch: Tree, buffers: Tree, frozen: Tree) -> Timeline:
     fns, optimizers, scalers, microbatch_weight = parts
     watch = _LifeWatch()
-    losses = {
-        name: dataclasses.replace(loss, fn=watch.marked(fns[name], "forward", "backward"))
-        for name, loss in step.config.losses.items()
-    }
+    losses = {name: dataclasses.replace(loss, fn=watch.marked(fns[name])) for name, loss in step.config.losses.items()}
     config = dataclasses.replace(
         step.config,
         losses=losses,
-        optimizers={key: _marked(tx, watch) for key, tx in optimizers.items()},
+        optimizers={key: watch.marked_optimizer(tx) for key, tx in optimizers.items()},
         scalers=scalers,
         microbatch_weight=microbatch_weight,
     )
     step = dataclasses.replace(step, config=config)
-    state = step.init(params, buffers=buffers)
+    with _naming("the optimizer", "one of fmp.optim, such as fmp.optim.adamw, can be measured"):
+        state = step.init(params, buffers=buffers)
     watch.claim(batch, "batch")
     watch.claim(frozen, "params")
     watch.claim_state(state)
     watch.sample("start", "start")
-    with uncompiled(), watch:
+    with uncompiled(), watch, _naming("the step", "use torch.where in the loss function, or measure a real step"):
         result = step(state, batch, frozen=frozen)
     watch.claim_state(result[0])
     return watch.timeline()
 
 
-def _marked(optimizer: GradientTransformation, watch: _LifeWatch) -> GradientTransformation:
-    fused = optimizer.fused
-    return optimizer._replace(
-        update=watch.marked(optimizer.update, "update", "update"),
-        fused=None if fused is None else watch.marked(fused, "update", "update"),
-    )
+@contextlib.contextmanager
+def _naming(what: str, advice: str) -> Iterator[None]:
+    """Says who it was that looked at values."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (op := looks_at_values(error)):
+            raise
+        raise ValueError(
+            f"measure_step: {what} looks at the values of tensors ({op}; `.item()`, `bool` and masks as indices do "
+            f"so), and fake tensors have none; {advice}"
+        ) from error
 
 
 def _places(values: Any) -> list[int]:

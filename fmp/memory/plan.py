@@ -10,21 +10,24 @@ from fmp import tree
 from fmp.dtypes import parse_dtype, short_name
 from fmp.memory import accounting
 from fmp.memory.accounting import Amount, Moments, counted
-from fmp.memory.activations import Transformer, check_remat
-from fmp.memory.measured import Timeline, measure_step
+from fmp.memory.activations import Transformer, remat_name
+from fmp.memory.checks import amount, whole
+from fmp.memory.measured import Timeline
 from fmp.memory.model_sizes import ModelSizes, model_sizes
 from fmp.memory.planned import Plan
+from fmp.memory.rehearsal import rehearse
 from fmp.memory.units import unit_bytes
 from fmp.module import Model
 from fmp.optim import GradientTransformation
-from fmp.policy import Policy, opt_level
-from fmp.step import train_step
+from fmp.patterns import matches
+from fmp.policy import NORM_PATTERNS, Policy, opt_level
 
 Tree = Any
 Dtype = torch.dtype | str
 
 # From which ZeRO stage on each device has its share only.
 _SHARDED_FROM = {"masters": 1, "moments": 1, "average": 1, "gradients": 2, "accumulators": 2, "params": 3, "compute": 3}
+_BYTES = (torch.int8, torch.uint8)
 _LEVELS = ("O0", "O1", "O2", "O3")
 
 
@@ -58,16 +61,18 @@ def plan(
 
     Args:
         model: A number of parameters, an `nn.Module` (also on the meta device), an `fmp.Model`, or a tree of tensors,
-            shapes or numbers. A tied weight counts once; in a module, one that requires no grad as a frozen one.
+            shapes or numbers. A weight that a module ties counts once; one that requires no grad as a frozen one. Of
+            a tree each leaf counts, as `init` of a step copies each; if nothing is trained, shared ones count once.
         optimizer: A name: adam, adamw, lamb, lion, adafactor, rmsprop, sgd, sgd_momentum, adam8bit, adamw8bit; or an
             optimizer. None trains nothing: there are the parameters alone.
         policy: A policy, its string form, or an opt level, `"O0"` to `"O3"`, with float16 as half; None leaves the
             parameters as they are, a number of them in float32. With a module and a level, its normalisation layers
             are kept in float32 as by `fmp.opt_level(level, keep_full=module)`; of a number, nothing is.
-        gradients: The dtype of the gradients; `"compute"` for the one that the backward pass makes, None to leave them
-            out.
+        gradients: The floating-point dtype of the gradients; `"compute"` for the one that the backward pass makes, None
+            to leave them out.
         accumulate: The number of microbatches; from two on, their gradients are summed in float32.
-        moments: The dtype of the optimizer's state, or a pair for the first and second moment; None for its own.
+        moments: The dtype of the optimizer's state, a floating-point one or one of 8 bits, or a pair for the first and
+            second moment; None for its own. State that is not of floating-point numbers keeps its own.
         average: Whether a moving average of the parameters is kept, in float32.
         weight_bits: The bits of a stored weight, where they are compressed and not trained: about 11 for DF11.
         activations: What the forward pass keeps, on each device: bytes, or the sizes of a transformer.
@@ -76,7 +81,8 @@ def plan(
         devices: How many devices share the state.
         unit: What the table shows: `"GB"`, 10^9 bytes, or `"GiB"`, 2^30.
         measure: Whether to run a step on fake tensors, too, by `fmp.memory.measure_step`. Activations are then those
-            that were measured, unless given. ZeRO is not measured.
+            that were measured, unless given. It runs on one device, with gradients and moments as the step makes them:
+            the row of the measured peak says so where something else is planned.
         loss_fn: What to measure, as for `fmp.train_step`.
         batch: The batch that it takes.
 
@@ -104,18 +110,22 @@ def plan(
         >>> [round(plan(7.5e9, "adam", "O2", zero=stage, devices=64).total / 1e9, 1) for stage in range(4)]
         [120.0, 31.4, 16.6, 1.9]
     """
-    _check_count("accumulate", accumulate, 1)
-    _check_count("devices", devices, 1)
-    _check_count("zero", zero, 0)
+    accumulate, devices, zero = whole("accumulate", accumulate, 1), whole("devices", devices, 1), whole("zero", zero)
     if zero > 3:
         raise ValueError(f"zero must be a ZeRO stage, 0 to 3, got {zero}")
+    if not isinstance(measure, bool):
+        raise TypeError(f"measure must be True or False, got {measure!r}")
+    if not measure and (loss_fn is not None or batch is not None):
+        raise ValueError("loss_fn and batch are for a measurement: pass measure=True, or leave them out")
     unit_bytes(unit)
-    remat = "full" if remat is True else "none" if remat is False else remat
-    check_remat(remat)
+    remat = remat_name(remat)
     rules = _policy(policy, model)
-    sizes = _without_training(model_sizes(model)) if optimizer is None else model_sizes(model)
-    if weight_bits is not None and (optimizer is not None or not weight_bits > 0):
-        raise ValueError("weight_bits, above 0, is of compressed weights, which cannot be trained; pass optimizer=None")
+    sizes = model_sizes(model, trains=optimizer is not None)
+    _check_kept(rules, sizes)
+    if weight_bits is not None:
+        weight_bits = amount("weight_bits", weight_bits)
+        if optimizer is not None or not weight_bits:
+            raise ValueError("weight_bits, above 0, is for compressed weights, never trained; pass optimizer=None")
 
     params, masters, full = accounting.params_and_masters(sizes, rules)
     frozen = rules.cast_to_param(sizes.frozen)
@@ -136,18 +146,22 @@ def plan(
         amounts["moments"], amounts["other"] = kept
     timeline = None
     if measure:
-        timeline = _measured(model, optimizer, rules, accumulate, average, loss_fn, batch)
+        tx = None if optimizer is None or optimizer in accounting.EIGHT_BIT else accounting.transformation(optimizer)
+        timeline = rehearse(model, tx, rules, accumulate=accumulate, average=average, loss_fn=loss_fn, batch=batch)
     amounts["activations"] = _activations(activations, remat, rules, timeline)
 
     return Plan(
-        **{kind: _share(kind, amount.nbytes, zero, devices) for kind, amount in amounts.items()},
+        **{kind: _share(kind, each.nbytes, zero, devices) for kind, each in amounts.items()},
         numbers=sizes.numbers,
         optimizer=_named_optimizer(optimizer),
         policy=_named_policy(policy),
         zero=zero,
         devices=devices,
         unit=unit,
-        texts={kind: _text(kind, amount.text, zero, devices) for kind, amount in amounts.items()},
+        texts={
+            **{kind: _text(kind, each.text, zero, devices) for kind, each in amounts.items()},
+            "measured peak": _measured_text(gradients, moments, activations, zero, devices),
+        },
         missing=_missing(amounts, optimizer, zero, remat),
         timeline=timeline,
     )
@@ -156,7 +170,7 @@ def plan(
 def _policy(policy: Policy | str | None, model: Any) -> Policy:
     if isinstance(policy, str):
         if policy not in _LEVELS:
-            return Policy.parse(policy)
+            return _parsed_policy(policy)
         named = policy == "O2" and isinstance(model, nn.Module | Model)
         return opt_level(policy, keep_full=model) if named else opt_level(policy)
     if policy is not None and not isinstance(policy, Policy):
@@ -164,9 +178,23 @@ def _policy(policy: Policy | str | None, model: Any) -> Policy:
     return Policy(None, None, None) if policy is None else policy
 
 
-def _without_training(sizes: ModelSizes) -> ModelSizes:
-    frozen = tree.map(lambda kept, new: new if kept is None else kept, sizes.trained, sizes.frozen)
-    return sizes._replace(trained=tree.map(lambda leaf: None, sizes.trained), frozen=frozen)
+def _parsed_policy(policy: str) -> Policy:
+    try:
+        return Policy.parse(policy)
+    except (ValueError, TypeError) as error:
+        if "=" in policy:
+            raise
+        levels = ", ".join(_LEVELS)
+        raise type(error)(f"policy {policy!r} is neither an opt level, {levels}, nor a string form: {error}") from error
+
+
+def _check_kept(policy: Policy, sizes: ModelSizes) -> None:
+    """Refuses names to keep in float32 of which no leaf has one, as the first state of a step does."""
+    given = [name for name in policy.keep_full if name not in NORM_PATTERNS]
+    paths = [] if sizes.is_number else [*tree.paths(sizes.trained), *tree.paths(sizes.buffers)]
+    if given and paths and not any(matches(path, given) for path in paths):
+        shown = ", ".join(map(repr, paths[:5]))
+        raise ValueError(f"policy: its keep_full names {given[:5]}, but no leaf matches; the paths are {shown}, ...")
 
 
 def _compressed(sizes: ModelSizes, bits: float) -> Amount:
@@ -182,15 +210,26 @@ def _gradients(used: Tree, dtype: Dtype | None) -> Amount:
         return Amount(0)
     if dtype == "compute":
         return counted(used)
-    return counted(accounting.in_dtype(used, parse_dtype(dtype)))
+    return counted(accounting.in_dtype(used, _dtype("gradients", dtype)))
 
 
 def _moments(dtype: Dtype | tuple[Dtype, Dtype] | None) -> Moments | None:
-    if isinstance(dtype, tuple):
+    if isinstance(dtype, tuple | list):
         if len(dtype) != 2:
             raise ValueError(f"moments must be a dtype or a pair of two, got {dtype!r}")
-        return parse_dtype(dtype[0]), parse_dtype(dtype[1])
-    return None if dtype is None else parse_dtype(dtype)
+        return _dtype("moments", dtype[0], _BYTES), _dtype("moments", dtype[1], _BYTES)
+    return None if dtype is None else _dtype("moments", dtype, _BYTES)
+
+
+def _dtype(argument: str, dtype: Any, others: tuple[torch.dtype, ...] = ()) -> torch.dtype:
+    try:
+        found = parse_dtype(dtype)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{argument}: {error}") from error
+    if not found.is_floating_point and found not in others:
+        extra = "".join(f" or {short_name(other)}" for other in others)
+        raise ValueError(f"{argument} must be of a floating-point dtype{extra}, got {short_name(found)}")
+    return found
 
 
 def _activations(given: float | Transformer | None, remat: str, policy: Policy, timeline: Timeline | None) -> Amount:
@@ -202,38 +241,7 @@ def _activations(given: float | Transformer | None, remat: str, policy: Policy, 
         raise ValueError(f"remat={remat!r} is about the activations of a transformer: activations=Transformer(...)")
     if given is None:
         return Amount(0) if timeline is None else Amount(max(timeline.live["activations"]), "as measured")
-    if isinstance(given, bool) or not isinstance(given, int | float) or given < 0:
-        raise ValueError(f"activations must be a number of bytes or a Transformer, got {given!r}")
-    return Amount(int(given), "as given")
-
-
-def _measured(
-    model: Any,
-    optimizer: Any,
-    policy: Policy,
-    accumulate: int,
-    average: bool,
-    loss_fn: Any,
-    batch: Tree,
-) -> Timeline:
-    if loss_fn is None or batch is None:
-        raise ValueError("measure=True runs a step: give loss_fn and batch, or call fmp.memory.measure_step")
-    if isinstance(model, int | float) or optimizer is None or optimizer in accounting.EIGHT_BIT:
-        raise ValueError("measure=True runs a step: give a model with tensors, and an optimizer that fmp has")
-    params, buffers = model, None
-    if isinstance(model, nn.Module):
-        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    elif isinstance(model, Model):
-        params, buffers = model.params, model.buffers
-    step = train_step(
-        loss_fn,
-        accounting.transformation(optimizer),
-        policy=policy,
-        accumulate=accumulate,
-        ema=0.999 if average else None,
-    )
-    takes_buffers = any("buffers" in loss.keywords for loss in step.config.losses.values())
-    return measure_step(step, params, batch, buffers=buffers if takes_buffers else None)
+    return Amount(int(amount("activations", given, "a number of bytes, or a Transformer")), "as given")
 
 
 def _share(kind: str, nbytes: int, zero: int, devices: int) -> int:
@@ -243,6 +251,13 @@ def _share(kind: str, nbytes: int, zero: int, devices: int) -> int:
 def _text(kind: str, text: str, zero: int, devices: int) -> str:
     shared = devices > 1 and zero >= _SHARDED_FROM.get(kind, 4)
     return f"{text}, a share of 1/{devices}" if shared else text
+
+
+def _measured_text(gradients: Any, moments: Any, activations: Any, zero: int, devices: int) -> str:
+    """Says where the measured step is not the one that was planned."""
+    notes = ["on one device" if devices > 1 and zero else "", "its own moments" if moments is not None else ""]
+    notes += ["" if gradients == "compute" else "its own gradients", "" if activations is None else "its activations"]
+    return ", ".join(["one step", *filter(None, notes)])
 
 
 def _named_optimizer(optimizer: Any) -> str:
@@ -268,8 +283,3 @@ def _missing(amounts: Mapping[str, Amount], optimizer: Any, zero: int, remat: st
     if zero:
         missing.append("buffers for communication" + (" and gathered parameters" if zero == 3 else ""))
     return (*missing, "workspaces, the allocator's rounding, the context of a GPU (0.3 to 2 GiB)")
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number from {least}, got {value!r}")

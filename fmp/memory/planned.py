@@ -42,7 +42,7 @@ class Plan:
         zero: The ZeRO stage.
         devices: How many devices there are.
         unit: What `str` prints: `"GB"`, 10^9 bytes, or `"GiB"`, 2^30.
-        texts: What was counted, in words, by kind.
+        texts: What was counted, in words, by kind; and for `"measured peak"` what the measured step is.
         missing: What was not counted.
         timeline: What was measured on fake tensors, if it was.
     """
@@ -87,7 +87,10 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what the table shows, for JSON: bytes, and words."""
-        measured = None if self.timeline is None else {"peak": self.timeline.peak, "at_peak": self.timeline.at_peak}
+        measured = None
+        if self.timeline is not None:
+            text = self.texts.get("measured peak", "")
+            measured = {"peak": self.timeline.peak, "at_peak": self.timeline.at_peak, "counted": text}
         return {
             "title": self.title,
             "optimizer": self.optimizer,
@@ -97,7 +100,7 @@ class Plan:
             "devices": self.devices,
             "bytes": self.bytes,
             "total": self.total,
-            "counted": {kind: text for kind, text in self.texts.items() if self.bytes[kind]},
+            "counted": {kind: text for kind, text in self.texts.items() if self.bytes.get(kind)},
             "missing": list(self.missing),
             "measured": measured,
         }
@@ -111,7 +114,8 @@ class Plan:
                 found.append((kind, in_unit(nbytes, self.unit), each, self.texts.get(kind, "")))
         if self.timeline is not None:
             peak = self.timeline.peak
-            found.append(("measured peak", in_unit(peak, self.unit), f"{peak / max(self.numbers, 1):.3f}", "one step"))
+            text = self.texts.get("measured peak", "")
+            found.append(("measured peak", in_unit(peak, self.unit), f"{peak / max(self.numbers, 1):.3f}", text))
         return found
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ def unit_bytes(unit: str) -> int:
         >>> unit_bytes("GB"), unit_bytes("GiB")
         (1000000000, 1073741824)
     """
-    if unit not in UNITS:
+    if not isinstance(unit, str) or unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, got {unit!r}")
     return UNITS[unit]
 

@@ -103,6 +103,25 @@ def test_empty_plans_and_wrong_arguments():
             call()
 
 
+def test_what_is_drawn_is_checked():
+    assert len(plot_plan(each for each in PLANS).axes[0].get_xticklabels()) == 4
+    wrong: dict[str, Any] = {"a single one": PLANS[0], "got a int": 3, r"plans\[1\]": [PLANS[0], TIMELINE]}
+    for match, plans in wrong.items():
+        with pytest.raises(TypeError, match=match):
+            plot_plan(plans)
+    with pytest.raises(TypeError, match="labels must be a list"):
+        plot_plan(PLANS[:2], labels="ab")
+    nothing: Any = plan(5).timeline
+    with pytest.raises(TypeError, match="got None; a plan has one in `timeline` if it was made with measure=True"):
+        plot_live_bytes(nothing)
+    for capacity in (float("inf"), float("nan"), 0, -5, "80GB", True):
+        limits: Any = {"capacity": capacity}
+        with pytest.raises(ValueError, match="capacity must be a finite number"):
+            plot_plan(PLANS, **limits)
+        with pytest.raises(ValueError, match="capacity must be a finite number"):
+            plot_live_bytes(TIMELINE, **limits)
+
+
 def test_matplotlib_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

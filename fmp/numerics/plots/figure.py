@@ -38,6 +38,16 @@ def new_figure(width: float, height: float) -> "Figure":
     return module.Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
+def literal(text: str) -> str:
+    r"""Returns what draws a text as it is, also one with `$`, which matplotlib takes for a formula.
+
+    Example:
+        >>> print(literal("price in $ or $/h"))
+        price in \$ or \$/h
+    """
+    return text.replace("$", r"\$")
+
+
 def tidy(axes: "Axes", title: str = "", *, xlabel: str = "", ylabel: str = "", grid: str = "y") -> None:
     """Titles and labels axes in the look that all pictures share: two spines, a faint grid behind the data.
 

@@ -1,11 +1,13 @@
 """`fmp.numerics.plot_plan` and `plot_live_bytes`: where the bytes of a training run go."""
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fmp.memory.checks import is_number
 from fmp.memory.measured import Timeline
 from fmp.memory.planned import KINDS, Plan
 from fmp.memory.units import unit_bytes
@@ -32,7 +34,7 @@ _SEEN = 0.04  # of the height: where a label fits into a part of a bar
 
 
 def plot_plan(
-    plans: Sequence[Plan],
+    plans: Iterable[Plan],
     *,
     labels: Sequence[str] | None = None,
     capacity: float | None = None,
@@ -55,7 +57,8 @@ def plot_plan(
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If there is no plan, not a label for each, or the unit is unknown.
+        ValueError: If there is no plan, not a label for each, the unit is unknown, or `capacity` is not above zero.
+        TypeError: If `plans` holds something else, or `labels` is a single string.
 
     Example:
         >>> import fmp
@@ -63,6 +66,10 @@ def plot_plan(
         >>> figure = plot_plan(plans, capacity=80e9)  # doctest: +SKIP
         >>> figure.savefig("zero.png")  # doctest: +SKIP
     """
+    plans = _as_plans(plans)
+    _check_capacity(capacity)
+    if isinstance(labels, str):
+        raise TypeError(f"labels must be a list with a string for each plan, got {labels!r}")
     if not plans:
         raise ValueError("plans must be a sequence of at least one plan, got none")
     labels = _differences(plans) if labels is None else list(labels)
@@ -123,7 +130,8 @@ def plot_live_bytes(
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If the unit is unknown.
+        ValueError: If the unit is unknown, or `capacity` is not above zero.
+        TypeError: If `timeline` is none.
 
     Example:
         >>> import fmp, torch
@@ -132,6 +140,11 @@ def plot_live_bytes(
         >>> figure = plot_live_bytes(timeline, unit="kB")  # doctest: +SKIP
         >>> figure.savefig("step.png")  # doctest: +SKIP
     """
+    if not isinstance(timeline, Timeline):
+        advice = "; a plan has one in `timeline` if it was made with measure=True" if timeline is None else ""
+        kind = "None" if timeline is None else f"a {type(timeline).__name__}"
+        raise TypeError(f"timeline must come from fmp.memory.measure_step, got {kind}{advice}")
+    _check_capacity(capacity)
     size = unit_bytes(unit)
     figure = into if into is not None else new_figure(9.5, 4.4)
     axes = figure.subplots()
@@ -155,6 +168,25 @@ def plot_live_bytes(
     tidy(axes, title, xlabel="ops", ylabel=unit)
     _stack_legend(axes)
     return figure
+
+
+def _as_plans(plans: Any) -> list[Plan]:
+    if isinstance(plans, Plan):
+        raise TypeError("plans must be a sequence of plans, got a single one; put it in a list")
+    if not isinstance(plans, Iterable):
+        raise TypeError(f"plans must be a sequence of plans, got a {type(plans).__name__}")
+    plans = list(plans)
+    for index, plan in enumerate(plans):
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plans[{index}] must come from fmp.memory.plan, got a {type(plan).__name__}")
+    return plans
+
+
+def _check_capacity(capacity: Any) -> None:
+    if capacity is None:
+        return
+    if not is_number(capacity) or not 0 < capacity < math.inf:
+        raise ValueError(f"capacity must be a finite number of bytes above 0, such as 80e9, got {capacity!r}")
 
 
 def _differences(plans: Sequence[Plan]) -> list[str]:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fmp.numerics.history import History, column
+from fmp.numerics.columns import column
+from fmp.numerics.history import History
 from fmp.numerics.logs import of_one_run
-from fmp.numerics.plots.figure import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, RED, VIOLET, new_figure, tidy
+from fmp.numerics.plots.figure import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, RED, VIOLET, literal, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +118,7 @@ def plot_underflow(history: History, *, zeros: bool = True, kind: str = "grad") 
         extent=(start, stop, len(paths) - 0.5, -0.5),
     )
     every = -(-len(paths) // _MOST_LEAVES)
-    axes.set_yticks(range(0, len(paths), every), [path or "(the only leaf)" for path in paths[::every]])
+    axes.set_yticks(range(0, len(paths), every), [literal(path) or "(the only leaf)" for path in paths[::every]])
     what = "gradient" if kind == "grad" else "parameter"
     form = " or ".join(sorted({form for found, _, form in history.leaves if found == kind}))
     title = f"How much of each {what} is zero in {form}" if zeros else f"How much of each nonzero {what} {form} loses"
@@ -146,13 +147,16 @@ def _skipped(columns: dict[str, npt.NDArray]) -> npt.NDArray[np.bool_]:
 
 
 def _draw_curves(axes: "Axes", steps: npt.NDArray, curves: dict[str, npt.NDArray], **style: Any) -> None:
-    for index, (name, values) in enumerate(curves.items()):
+    for index, values in enumerate(curves.values()):
         shown = np.where(np.isfinite(values), values, np.nan)
         marker = "o" if len(steps) == 1 else None
         colour = _COLOURS[index % len(_COLOURS)]
-        axes.plot(steps, shown, color=colour, linewidth=1.2, marker=marker, markersize=3, label=name, **style)
+        axes.plot(steps, shown, color=colour, linewidth=1.2, marker=marker, markersize=3, label=str(index), **style)
     if len(curves) > 1:
-        axes.legend(frameon=False, fontsize=9, labelcolor=MUTED)
+        legend = axes.legend(frameon=False, fontsize=9, labelcolor=MUTED)
+        # A legend leaves out labels that begin with an underscore, so the names come in afterwards.
+        for text, name in zip(legend.get_texts(), curves, strict=True):
+            text.set_text(literal(name) or "all")
 
 
 def _mark(axes: "Axes", skipped: npt.NDArray, steps: npt.NDArray) -> None:

@@ -28,6 +28,7 @@ _EXPLAINED = (
 )
 _NOTHING = "·"
 _WIDE = 10_000
+_NAME = 12  # of the characters of a name, how many a line has at least
 _INDEX = ".safetensors.index.json"
 
 
@@ -52,17 +53,21 @@ def _inspect(options: argparse.Namespace) -> int:
     if not options.json:
         _rich("table")  # to say so before the work, not after it
     tensors: list[Inspected] = []
+    files: list[str] = []
     size = 0
     for file in model.weights:
         with WeightFile(model.root / file, plain=True) as weights:
             names = list(weights.records)
             for name in with_bar(names, [weights.describe(name)[2] for name in names], Path(weights.path).name):
                 tensors.append(_read(weights, name))
+                files.append(str(file) if model.is_folder else Path(weights.path).name)
             size += os.path.getsize(model.root / file)
     if options.json:
         left_out = [str(path) for path in model.left_out]
-        print(json.dumps({"bytes": size, "tensors": [_as_json(tensor) for tensor in tensors], "left_out": left_out}))
+        found = [_as_json(tensor, file) for tensor, file in zip(tensors, files, strict=True)]
+        print(json.dumps({"bytes": size, "tensors": found, "left_out": left_out}))
     else:
+        tensors = _told_apart(tensors, files)
         _print_table(tensors)
         _print_summary(tensors, size, model)
     return OK
@@ -82,25 +87,60 @@ def _read(weights: WeightFile, name: str) -> Inspected:
     return inspect(name, cast(torch.Tensor, weights.read(name, decompress=True)))
 
 
-def _as_json(tensor: Inspected) -> dict[str, Any]:
+def _told_apart(tensors: list[Inspected], files: list[str]) -> list[Inspected]:
+    """Adds its file to each name that several files hold."""
+    counts = Counter(tensor.name for tensor in tensors)
+    return [
+        dataclasses.replace(tensor, name=f"{tensor.name} ({file})") if counts[tensor.name] > 1 else tensor
+        for tensor, file in zip(tensors, files, strict=True)
+    ]
+
+
+def _as_json(tensor: Inspected, file: str) -> dict[str, Any]:
     dtype, _, shape = tensor.described.removesuffix("]").partition("[")
     fields = dataclasses.asdict(tensor)
     del fields["described"]
-    return {**fields, "dtype": dtype, "shape": [int(length) for length in shape.split(",") if length]}
+    return {**fields, "file": file, "dtype": dtype, "shape": [int(length) for length in shape.split(",") if length]}
 
 
 def _print_table(tensors: list[Inspected]) -> None:
     console = _rich("console").Console(file=sys.stdout, highlight=False)
-    wide, table = console.options.update(width=_WIDE), _table(tensors, narrow=False)
     if not console.is_terminal:  # a file has no width that lines should keep to
         console = _rich("console").Console(file=sys.stdout, highlight=False, width=_WIDE)
-    elif console.measure(table, options=wide).maximum > console.width:
-        table = _table(tensors, narrow=True)
-    console.print(table)
+    wide = console.options.update(width=_WIDE)
+    table = _table(tensors, narrow=False)
+    if console.measure(table, options=wide).maximum <= console.width:
+        console.print(table)
+    elif console.measure(_table(tensors, narrow=True, names=_NAME), options=wide).maximum <= console.width:
+        console.print(_table(tensors, narrow=True))
+    else:  # a table would lose its first column
+        for tensor in tensors:
+            print(_block(tensor))
 
 
-def _table(tensors: list[Inspected], *, narrow: bool) -> Any:
-    """Makes a table; a narrow one has two columns of the wide one below each other, and losses too."""
+def _block(tensor: Inspected) -> str:
+    """Writes what a row of the table says in a few lines."""
+    name, shape, smallest, largest, zeros, bad = _facts(tensor)
+    lines = [f"{name} {shape}"]
+    if zeros:
+        magnitudes = f"{smallest} to {largest}, " if smallest else ""
+        lines.append(f"  {magnitudes}{zeros} zeros, {bad} inf/NaN")
+    for target, lost in (tensor.lost or {}).items():
+        if (losses := _losses(lost, narrow=True)) != _NOTHING:
+            lines.append(f"  {target} %: {', '.join(losses.splitlines())}")
+    if tensor.df11_nbytes:
+        lines.append(f"  DF11 bits: {_df11_bits(tensor)}")
+    return "\n".join(lines)
+
+
+def _table(tensors: list[Inspected], *, narrow: bool, names: int | None = None) -> Any:
+    """Makes a table; a narrow one has two columns of the wide one below each other, and losses too.
+
+    Args:
+        tensors: What it shows.
+        narrow: Which of the two.
+        names: The most characters in a line of a name.
+    """
     text = _rich("text").Text
     headings = ["tensor", "shape", "smallest", "largest", "zeros", "inf/NaN"]
     rows = [_facts(tensor) for tensor in tensors]
@@ -111,7 +151,9 @@ def _table(tensors: list[Inspected], *, narrow: bool) -> Any:
     for heading in headings:
         name = heading.startswith("tensor")
         justify = "left" if name or heading == "shape" else "right"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not name, min_width=12 if name else None)
+        least, most = (_NAME, names) if name else (None, None)
+        look = {"overflow": "fold", "no_wrap": not name, "min_width": least, "max_width": most}
+        table.add_column(heading, justify=justify, **look)
     for target in TARGETS:
         table.add_column(f"{target}\n%" if narrow else f"{target}\nzero/sub/over %", justify="right", no_wrap=True)
     table.add_column("DF11\nbits", justify="right", no_wrap=True)
@@ -121,9 +163,12 @@ def _table(tensors: list[Inspected], *, narrow: bool) -> Any:
         for target in TARGETS:
             lost = (tensor.lost or {}).get(target)
             cells.append(text(_losses(lost, narrow=narrow), style="red" if lost and lost.overflow else ""))
-        nbytes = tensor.df11_nbytes
-        table.add_row(*cells, text("" if not nbytes else f"{8 * nbytes / tensor.numel:.2f}"))
+        table.add_row(*cells, text(_df11_bits(tensor)))
     return table
+
+
+def _df11_bits(tensor: Inspected) -> str:
+    return f"{8 * tensor.df11_nbytes / tensor.numel:.2f}" if tensor.df11_nbytes else ""
 
 
 def _facts(tensor: Inspected) -> list[str]:

@@ -7,9 +7,8 @@ import numpy.typing as npt
 import torch
 
 from fmp import tree
+from fmp.numerics.columns import Leaf, Path, is_whole, names
 from fmp.numerics.watch import MEASURES, fractions
-
-Path = tuple[str | int, ...]
 
 
 @tree.dataclass
@@ -22,6 +21,7 @@ class History:
     Attributes:
         count: i64[], the number of steps recorded so far.
         table: f32[length, columns], or f64 if a metric needs it: first the metrics, then three for each leaf.
+        integers: i64[length, columns] of the metrics that are integers of 32 or 64 bits.
         metrics: The paths of the metrics.
         dtypes: Their dtypes.
         leaves: What is measured, and by which format: for example `("grad", "blocks/0/w", "f16")`.
@@ -31,9 +31,10 @@ class History:
 
     count: torch.Tensor
     table: torch.Tensor
+    integers: torch.Tensor
     metrics: tuple[Path, ...] = tree.static()
     dtypes: tuple[torch.dtype, ...] = tree.static()
-    leaves: tuple[tuple[str, str, str], ...] = tree.static()
+    leaves: tuple[Leaf, ...] = tree.static()
     watched: tuple[Path, ...] = tree.static(default=())
     params_in: torch.dtype | None = tree.static(default=None)
 
@@ -81,18 +82,18 @@ class History:
             )
         count = int(counts[0])
         steps = np.arange(count - min(n, count, self.length), count)
-        rows = self.table[..., torch.from_numpy(steps % self.length).to(self.table.device), :].cpu()
+        slots = torch.from_numpy(steps % self.length).to(self.table.device)
+        rows = self.table[..., slots, :].cpu()
+        floats = iter(rows.unbind(-1))
+        integers = iter(self.integers[..., slots, :].cpu().unbind(-1))
+        of_metrics, of_leaves = names(self.metrics, self.leaves)
         found: dict[str, npt.NDArray] = {"step": steps}
-        taken = {"step", *[column(kind, measure, path) for kind, path, _ in self.leaves for measure in MEASURES]}
-        for index, (path, dtype) in enumerate(zip(self.metrics, self.dtypes, strict=True)):
-            name = tree.join(path) or "metrics"
-            found[f"metrics/{name}" if name in taken else name] = _array(rows[..., index], dtype)
+        for name, dtype in zip(of_metrics, self.dtypes, strict=True):
+            found[name] = _array(next(integers if is_whole(dtype) else floats), dtype)
         if self.leaves:
-            measured = rows[..., len(self.metrics) :].unflatten(-1, (len(self.leaves), len(MEASURES)))
-            measured = fractions(measured.float()).numpy()
-            for place, (kind, path, _) in enumerate(self.leaves):
-                for index, measure in enumerate(MEASURES):
-                    found[column(kind, measure, path)] = measured[..., place, index]
+            measured = rows[..., -len(of_leaves) :].unflatten(-1, (len(self.leaves), len(MEASURES)))
+            columns = fractions(measured.float()).flatten(-2).unbind(-1)
+            found |= {name: values.numpy() for name, values in zip(of_leaves, columns, strict=True)}
         return found
 
 
@@ -107,22 +108,26 @@ def with_row(
         measured: What `measure` returned for each leaf.
         overwrite: Whether to write into the old table.
     """
-    table = history.table
-    parts = [torch.stack([_like(value, table) for value in values])] if values else []
-    row = torch.cat([*parts, *[_like(row, table) for row in measured]]).detach()
+    floats, whole = [], []
+    for value, dtype in zip(values, history.dtypes, strict=True):
+        (whole if is_whole(dtype) else floats).append(value)
     slot = (history.count % history.length,)
-    table = table.index_put_(slot, row) if overwrite else table.index_put(slot, row)
-    return tree.replace(history, count=history.count + 1, table=table)
+
+    def put(ring: torch.Tensor, scalars: list[torch.Tensor], rows: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        parts = [torch.stack([_like(value, ring) for value in scalars])] if scalars else []
+        parts += [_like(row, ring) for row in rows]
+        if not parts:
+            return ring if overwrite else ring.clone()
+        row = torch.cat(parts).detach()
+        return ring.index_put_(slot, row) if overwrite else ring.index_put(slot, row)
+
+    table, integers = put(history.table, floats, measured), put(history.integers, whole)
+    return tree.replace(history, count=history.count + 1, table=table, integers=integers)
 
 
 def _like(value: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     # To ask is faster than to convert for nothing.
     return value if value.dtype == table.dtype and value.device == table.device else value.to(table)
-
-
-def column(kind: str, measure: str, path: str) -> str:
-    """Names what is measured of a leaf: `grad_amax/blocks/0/w`."""
-    return f"{kind}_{measure}/{path}" if path else f"{kind}_{measure}"
 
 
 def _array(values: torch.Tensor, dtype: torch.dtype) -> npt.NDArray:

@@ -1,18 +1,29 @@
 """Writes a history to files that other programs read: JSON lines, and event files of TensorBoard."""
 
+import errno
 import importlib
 import json
+import logging
 import math
 import os
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import numpy.typing as npt
 
 from fmp.numerics.history import History
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
+
 _BLOCK = 2**16
 _START = b'{"step": '
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def write_jsonl(history: History, path: str | os.PathLike[str]) -> int:
@@ -21,7 +32,10 @@ def write_jsonl(history: History, path: str | os.PathLike[str]) -> int:
     Call it again and again, at least once in `history.length` steps: if the last line of the file is one of the steps
     of this history, as it is here, those after it are appended; otherwise all steps that are kept. Nothing that is in
     the file is ever changed, so after a resumed run a step may be there twice: the later line counts. All lines are
-    written at once, and synced to disk. The end of a line that was cut off, when a machine failed, is removed.
+    written at once, and synced to disk. A line of a history that was cut off, when a machine failed, is removed.
+
+    The file is locked meanwhile, where the system and its file system can (`flock`), so several processes may write to
+    one. Each run appends all that it keeps whenever another has written last, so better give each a file of its own.
 
     Args:
         history: The history of one run. Its paths are the names: `{"step": 3, "loss": 0.5, "skipped": false, ...}`.
@@ -50,13 +64,18 @@ def write_jsonl(history: History, path: str | os.PathLike[str]) -> int:
     with open(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666), "r+b") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{os.fspath(path)!r} is not a regular file; give another name")
-        last, cut_off, end = _last_line(file)
-        if cut_off[: len(_START)] != _START[: len(cut_off)]:
+        _lock(file)
+        last, tail, end = _ending(file)
+        if not _is_a_line(last, tail):
             raise ValueError(f"{os.fspath(path)!r} ends with no line of a history; give the name of another file")
+        new_line = b""
+        if _is_whole(tail):  # all but the end of its line has been written
+            last, new_line = tail + b"\n", b"\n"
+        elif tail:
+            file.truncate(end)
         after = next((index + 1 for index, line in enumerate(lines) if line == last), 0)
-        file.seek(end)
-        file.truncate()
-        file.write(b"".join(lines[after:]))
+        file.seek(0, os.SEEK_END)
+        file.write(new_line + b"".join(lines[after:]))
         file.flush()
         os.fsync(file.fileno())
     return len(lines) - after
@@ -64,6 +83,8 @@ def write_jsonl(history: History, path: str | os.PathLike[str]) -> int:
 
 def write_tensorboard(history: History, folder: str | os.PathLike[str], *, since: int = 0) -> int:
     """Writes the steps of a history to a new event file of TensorBoard.
+
+    NaN and infinities are written as they are; TensorBoard marks these points.
 
     Args:
         history: The history of one run. Its paths are the tags.
@@ -100,7 +121,7 @@ def write_tensorboard(history: History, folder: str | os.PathLike[str], *, since
             name="tensorboardX",
         ) from error
     # Two files of one second would have one name.
-    with writer(os.fspath(folder), filename_suffix=f".{since}-{count}") as events:
+    with _silent_about_nan(), writer(os.fspath(folder), filename_suffix=f".{since}-{count}") as events:
         for name, column in columns.items():
             for step, value in zip(steps, column.tolist(), strict=True):
                 if step >= since:
@@ -136,14 +157,58 @@ def _plain(value: Any) -> Any:
     return float(str(value)) if math.isfinite(value) else str(value)
 
 
-def _last_line(file: BinaryIO) -> tuple[bytes, bytes, int]:
+def _ending(file: BinaryIO) -> tuple[bytes, bytes, int]:
     """Returns the last whole line of a file, what comes after it, and where it ends."""
     start = file.seek(0, os.SEEK_END)
     tail = b""
     # A line has two ends, that of the line before and its own.
     while start and tail.count(b"\n") < 2:
-        size = min(_BLOCK, start)
+        size = min(max(_BLOCK, len(tail)), start)
         start = file.seek(start - size)
         tail = file.read(size) + tail
     end = tail.rfind(b"\n") + 1
     return tail[tail.rfind(b"\n", 0, max(end - 1, 0)) + 1 : end], tail[end:], start + end
+
+
+def _is_a_line(last: bytes, tail: bytes) -> bool:
+    """Says whether a file with this end is one of a history, or empty. A few bytes alone may be anything."""
+    if last and not _is_whole(last):
+        return False
+    return not tail or tail.startswith(_START) or (bool(last) and _START.startswith(tail))
+
+
+def _is_whole(line: bytes) -> bool:
+    if not line.startswith(_START):
+        return False
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and type(found["step"]) is int
+
+
+def _lock(file: BinaryIO) -> None:
+    """Waits until no other process has the file, and keeps it until it is closed, where that is possible."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            raise
+
+
+@contextmanager
+def _silent_about_nan() -> Iterator[None]:
+    """Keeps tensorboardX from a warning for each number of this thread that is not finite: they are meant."""
+    thread = threading.get_ident()
+
+    def from_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger = logging.getLogger("tensorboardX.x2num")
+    logger.addFilter(from_elsewhere)
+    try:
+        yield
+    finally:
+        logger.removeFilter(from_elsewhere)

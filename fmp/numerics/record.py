@@ -1,25 +1,21 @@
 """`fmp.numerics.record`: a train step that keeps its own history, on the device."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 
 from fmp import _compat, tree
-from fmp.dtypes import full_precision, is_castable, short_name
+from fmp.dtypes import is_castable, short_name
+from fmp.numerics.columns import Leaf, Path, as_scalar, at, check_names, flat, is_whole, scalars, value_of
 from fmp.numerics.formats import number_format
-from fmp.numerics.history import History, Path, with_row
+from fmp.numerics.history import History, with_row
+from fmp.numerics.trial import Step, Tree, expected_metrics, metrics_of
 from fmp.numerics.watch import MEASURES, WatchState, measure
-from fmp.step import Metrics, TrainState, TrainStep
-from fmp.step.config import StepConfig
+from fmp.step import TrainState, TrainStep
 from fmp.step.donation import check_owned, give_away
 
-_BY_KEY = (dict, list, tuple)
-
-Tree = Any
-Step = Callable[..., tuple[Any, Tree]]
+_ANEW = "start a new history with recorded.init(state)"
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,8 @@ class Recorded:
             state: The state of the step, from its own `init`. It is not copied.
             batch: A batch, if not only the fields of `fmp.Metrics` are to be recorded, but also scalars in its `aux`;
                 and for any step but one that `fmp.train_step` made. One step is made with it, and thrown away, to see
-                what its metrics are. (Such a step of your own gets a copy of the state.)
+                what its metrics are; the random generators of torch, Python and numpy are put back afterwards. (Such a
+                step of your own gets a copy of the state.)
             **kwargs: What the step takes besides.
 
         Returns:
@@ -53,42 +50,41 @@ class Recorded:
 
         Raises:
             TypeError: If the step is one of your own and there is no batch.
-            ValueError: If nothing can be recorded, or parameters are to be measured and the state has no `params`.
+            ValueError: If nothing can be recorded, two numbers would be recorded by one name, or parameters are to be
+                measured and the state has no `params`.
         """
         check_owned(state)
         if batch is not None:
-            metrics = _tried(self.step, state, batch, kwargs)
+            metrics = metrics_of(self.step, state, batch, kwargs)
         elif isinstance(self.step, TrainStep) and isinstance(state, TrainState):
-            metrics = _expected(self.step.config, state)
+            metrics = expected_metrics(self.step.config, state)
         else:
             raise TypeError(
                 "the metrics of a step that fmp.train_step has not made are not known in advance; pass a batch: "
                 "recorded.init(state, batch)"
             )
-        found = [(path, leaf) for path, leaf in zip(*_flat(metrics), strict=True) if _is_scalar(leaf)]
-        values = [torch.as_tensor(leaf) for _, leaf in found]
-        watched = _watched(state)
+        found = scalars(metrics)
+        watched = tuple(path for path, leaf in flat(state) if isinstance(leaf, WatchState))
         leaves = _watched_leaves(state, watched)
         if self.params is not None:
             name = short_name(self.params)
             leaves += [("param", path, name) for path, leaf in tree.items(_params(state)) if is_castable(leaf)]
         if not found and not leaves:
             raise ValueError(f"there is nothing to record: the metrics have no scalars, {tree.describe(metrics)}")
-        for path, leaf in found:
-            if _at(metrics, path) is not leaf:
-                raise TypeError(f"metrics: {tree.join(path)} is in a node that has neither keys nor fields by its name")
-        exact_in_float32 = all(_fits_float32(value.dtype) for value in values)
-        like = next((leaf for leaf in tree.leaves((state, values)) if isinstance(leaf, torch.Tensor)), None)
+        paths = tuple(path for path, _ in found)
+        check_names(paths, leaves)
+        dtypes = tuple(as_scalar(path, leaf, None).dtype for path, leaf in found)
+        whole = sum(map(is_whole, dtypes))
+        like = next((leaf for leaf in tree.leaves((state, metrics)) if isinstance(leaf, torch.Tensor)), None)
         device = None if like is None else like.device
+        width = len(found) - whole + len(MEASURES) * len(leaves)
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         history = History(
             count=torch.zeros((), dtype=torch.int64, device=device),
-            table=torch.zeros(
-                (self.length, len(found) + len(MEASURES) * len(leaves)),
-                dtype=torch.float32 if exact_in_float32 else torch.float64,
-                device=device,
-            ),
-            metrics=tuple(path for path, _ in found),
-            dtypes=tuple(value.dtype for value in values),
+            table=torch.zeros((self.length, width), dtype=dtype, device=device),
+            integers=torch.zeros((self.length, whole), dtype=torch.int64, device=device),
+            metrics=paths,
+            dtypes=dtypes,
             leaves=tuple(leaves),
             watched=watched,
             params_in=self.params,
@@ -109,27 +105,33 @@ class Recorded:
         Raises:
             DonatedStateError: If state and history were given to a donating step before.
             KeyError: If the metrics, or the state, lack something that `init` found.
-            ValueError: If the state has other leaves than `init` found.
+            TypeError: If a metric has not the dtype that `init` found, and would be rounded.
+            ValueError: If the state has other leaves than `init` found, or they are measured by another format.
         """
         state, history = carry
         check_owned(history)
-        counts = [_at(state, path).count for path in history.watched]
+        counts = [_watch_at(state, path).count for path in history.watched]
         donated = getattr(self.step, "donate", False) and not torch.compiler.is_compiling()
         state, metrics = self.step(state, batch, **kwargs)
         if donated:
             history = give_away(history)
         measured: list[torch.Tensor] = []
         for path, count in zip(history.watched, counts, strict=True):
-            measured += _fresh(_at(state, path), count)
+            watch = _watch_at(state, path)
+            fresh = _fresh(watch, count)
+            if fresh:
+                _check_form(watch, history.leaves[len(measured) :])
+            measured += fresh
         if history.params_in is not None:
             target = number_format(history.params_in)
             measured += [measure(leaf, target) for leaf in tree.leaves(_params(state)) if is_castable(leaf)]
         if len(measured) != len(history.leaves):
             raise ValueError(
-                f"the state has {len(measured)} leaves to measure, and the history has {len(history.leaves)}; start a "
-                "new history with recorded.init(state)"
+                f"the state has {len(measured)} leaves to measure, and the history has {len(history.leaves)}; {_ANEW}"
             )
-        values = [torch.as_tensor(_at(metrics, path)) for path in history.metrics]
+        device = history.table.device
+        columns = zip(history.metrics, history.dtypes, strict=True)
+        values = [value_of(metrics, path, dtype, device) for path, dtype in columns]
         overwrite = donated and not _compat.transform_active()
         return (state, with_row(history, values, measured, overwrite=overwrite)), metrics
 
@@ -154,7 +156,7 @@ def record(step: Step, *, length: int = 1024, params: torch.dtype | str | None =
         step: What `fmp.train_step` made, or any function `(state, batch) -> (state, metrics)`. Metrics may be any
             tree; its scalar tensors and Python numbers are recorded.
         length: How many steps are kept; older ones are overwritten. The memory is 4 bytes for each metric, and 12 for
-            each leaf, times this.
+            each leaf, times this; twice that if a metric is in float64, as Python's floats are.
         params: Also measure each leaf of `state.params` after the step, as `watch_gradients` does, by this format. It
             reads all parameters a few times.
 
@@ -188,41 +190,6 @@ def record(step: Step, *, length: int = 1024, params: torch.dtype | str | None =
     return Recorded(step, length, None if params is None else number_format(params).dtype)
 
 
-def _tried(step: Step, state: Tree, batch: Tree, kwargs: dict[str, Any]) -> Tree:
-    """Returns the metrics that a step makes of a state, which stays as it is."""
-    if isinstance(step, TrainStep):
-        return replace(step, donate=False)(state, batch, **kwargs)[1]
-    copied = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
-    return step(copied, batch, **kwargs)[1]
-
-
-def _expected(config: StepConfig, state: TrainState) -> Metrics:
-    """Makes metrics as a step makes them, but for `aux`."""
-    dtypes = [full_precision(leaf.dtype) for leaf in tree.leaves(state.params) if is_castable(leaf)]
-    number = torch.zeros((), dtype=torch.float64 if torch.float64 in dtypes else torch.float32)
-    flag = torch.zeros((), dtype=torch.bool)
-    return Metrics(
-        loss=config.from_losses(dict.fromkeys(config.losses, number)),
-        aux=None,
-        grads_finite=config.from_losses(dict.fromkeys(config.losses, flag)),
-        skipped=config.from_groups(dict.fromkeys(config.optimizers, flag)),
-        loss_scale=config.from_losses(dict.fromkeys(config.losses, number)),
-        grad_norm=config.from_groups(dict.fromkeys(config.optimizers, number)),
-    )
-
-
-def _is_scalar(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.ndim == 0 and not leaf.dtype.is_complex
-    return isinstance(leaf, int | float)
-
-
-def _fits_float32(dtype: torch.dtype) -> bool:
-    if dtype.is_floating_point:
-        return dtype != torch.float64
-    return dtype.itemsize <= 2  # whole numbers from 2^24 on would be rounded
-
-
 def _params(state: Tree) -> Tree:
     found = state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
     if found is None:
@@ -230,28 +197,18 @@ def _params(state: Tree) -> Tree:
     return found
 
 
-def _flat(values: Tree) -> tuple[list[Path], list[Any]]:
-    """Returns the paths of the leaves, where a `WatchState` is one, and the leaves."""
-    paths, leaves, _ = optree.tree_flatten_with_path(
-        values, is_leaf=lambda node: isinstance(node, WatchState), none_is_leaf=True
-    )
-    return paths, leaves
-
-
-def _watched(state: Tree) -> tuple[Path, ...]:
-    """Finds where the state of a `watch_gradients` is."""
-    return tuple(path for path, leaf in zip(*_flat(state), strict=True) if isinstance(leaf, WatchState))
-
-
-def _watched_leaves(state: Tree, watched: tuple[Path, ...]) -> list[tuple[str, str, str]]:
+def _watched_leaves(state: Tree, watched: tuple[Path, ...]) -> list[Leaf]:
     """Describes what is watched: kind, path of the leaf after what tells one watcher from the others, and format."""
     leaves = []
     for path, distinct in zip(watched, _distinct(watched), strict=True):
-        watch: WatchState = _at(state, path)
-        form = short_name(watch.dtype) + ("" if watch.scale == 1.0 else f" times {watch.scale:g}")
+        watch: WatchState = at(state, path)
         names = [name for name, row in tree.items(watch.measured) if row is not None]
-        leaves += [("grad", tree.join((*distinct, name) if name else distinct), form) for name in names]
+        leaves += [("grad", tree.join((*distinct, name) if name else distinct), _form(watch)) for name in names]
     return leaves
+
+
+def _form(watch: WatchState) -> str:
+    return short_name(watch.dtype) + ("" if watch.scale == 1.0 else f" times {watch.scale:g}")
 
 
 def _distinct(paths: tuple[Path, ...]) -> list[Path]:
@@ -263,18 +220,17 @@ def _distinct(paths: tuple[Path, ...]) -> list[Path]:
     return list(paths)
 
 
-def _at(node: Tree, path: Path) -> Any:
-    """Follows a path; to flatten the tree in each step would take ten times as long."""
-    whole: Tree = node
-    key: Any
-    for key in path:
-        try:
-            node = node[key] if isinstance(node, _BY_KEY) else getattr(node, str(key))
-        except (KeyError, IndexError, AttributeError):
-            raise KeyError(
-                f"there is no {tree.join(path)!r} as there was in `init`, among {tree.paths(whole)}"
-            ) from None
-    return node
+def _watch_at(state: Tree, path: Path) -> WatchState:
+    watch = at(state, path)
+    if not isinstance(watch, WatchState):
+        raise KeyError(f"{tree.join(path)!r} is not the state of watch_gradients, as it was in `init`; {_ANEW}")
+    return watch
+
+
+def _check_form(watch: WatchState, leaves: tuple[Leaf, ...]) -> None:
+    form = _form(watch)
+    if leaves and leaves[0][0] == "grad" and leaves[0][2] != form:
+        raise ValueError(f"the history has {leaves[0][1]!r} in {leaves[0][2]}, and it is measured in {form}; {_ANEW}")
 
 
 def _fresh(watch: WatchState, count: torch.Tensor) -> list[torch.Tensor]:

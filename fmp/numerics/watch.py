@@ -1,5 +1,6 @@
 """watch_gradients: a part of an optimizer that leaves gradients as they are, and measures them leaf by leaf."""
 
+import math
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: float = 
         The transformation; its state is a `WatchState`.
 
     Raises:
-        ValueError: If the format is another one, or the scale is out of range.
+        ValueError: If the format is another one, or the scale is out of range; in `update`, if the state is that of a
+            watcher with another format or scale, as from an older checkpoint.
         TypeError: If the scale is not a number.
 
     Example:
@@ -94,6 +96,7 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: float = 
     checks.number("scale", scale)
     if isinstance(scale, torch.Tensor) or scale <= 0:
         raise ValueError(f"scale must be a positive number, got {scale!r}")
+    scale = float(scale)
 
     @_compat.compiled_on_its_own
     def init(params: Tree) -> WatchState:
@@ -102,10 +105,16 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: float = 
                 return None
             return torch.full((len(MEASURES),), torch.nan, dtype=torch.float32, device=leaf.device)
 
-        return WatchState(zero_count(params), tree.map(unknown, params), target.dtype, float(scale))
+        return WatchState(zero_count(params), tree.map(unknown, params), target.dtype, scale)
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: WatchState, params: Tree) -> tuple[Tree, WatchState]:
+        if (state.dtype, state.scale) != (target.dtype, scale):
+            raise ValueError(
+                f"the state is that of watch_gradients({state.dtype}, scale={state.scale:g}), and this one measures by "
+                f"{target.dtype}, scale={scale:g}; use the same format, or move the numbers of the whole state into a "
+                "new one: fmp.tree.unflatten(fmp.tree.structure(step.init(params)), fmp.tree.leaves(state))"
+            )
         leaves, spec = tree.flatten(grads)
         kept = spec.flatten_up_to(state.measured)
         check_trainable(grads, leaves, leaves)
@@ -127,7 +136,8 @@ def measure(leaf: torch.Tensor, target: Format, scale: float = 1.0) -> torch.Ten
 
     Returns:
         f32[3]: the largest magnitude, the fraction of entries that are not zero, and the fraction that the format
-        would not make zero either. NaN and infinities make the first NaN or infinite. Of no numbers they are zero.
+        would not make zero either. NaN and infinities make the first NaN or infinite, and are among what is not
+        zero. Of no numbers it is [0, 1, 1], so that no zeros and no underflow are told.
 
     Example:
         >>> measure(torch.tensor([0.0, 1e-9, 3.0, 4.0]), number_format("fp16"))
@@ -135,7 +145,8 @@ def measure(leaf: torch.Tensor, target: Format, scale: float = 1.0) -> torch.Ten
     """
     numel = leaf.numel()
     if numel == 0:
-        return torch.zeros(len(MEASURES), dtype=torch.float32, device=leaf.device)
+        # Made on the device: nothing is copied there, which would wait for it.
+        return torch.arange(len(MEASURES), dtype=torch.float32, device=leaf.device).clamp(max=1.0)
     values = leaf.detach().to(full_precision(leaf.dtype))
     limit = target.zero_up_to / scale
     if values.device.type != "cpu" or numel <= _PIECE or torch.compiler.is_compiling():
@@ -148,11 +159,13 @@ def measure(leaf: torch.Tensor, target: Format, scale: float = 1.0) -> torch.Ten
 
 
 def _counts(values: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the largest magnitude, and how many magnitudes exceed zero and the limit."""
+    """Returns the largest magnitude, and how many magnitudes exceed zero and the limit; NaN exceeds both."""
     magnitude = values.abs()
+    amax = magnitude.amax()
+    magnitude.nan_to_num_(nan=math.inf, posinf=math.inf)  # the sign of NaN is 0
     # Sums of zeros and ones in floating point are several times as fast as counts of bools.
     kept = torch.nn.functional.hardshrink(magnitude, limit).sign_().sum()
-    return magnitude.amax(), magnitude.sign().sum(), kept
+    return amax, magnitude.sign_().sum(), kept
 
 
 def fractions(measured: torch.Tensor) -> torch.Tensor:

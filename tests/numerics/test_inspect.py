@@ -121,7 +121,7 @@ def test_json(file, capsys):
     assert set(found) == set(weights())
     assert found["ids"] == {
         "name": "ids", "dtype": "i64", "shape": [4], "numel": 4, "smallest": None, "largest": None, "zeros": None,
-        "infinities": None, "nans": None, "lost": None, "df11_nbytes": None,
+        "infinities": None, "nans": None, "lost": None, "df11_nbytes": None, "file": "model.safetensors",
     }  # fmt: skip
     spoiled = found["spoiled"]
     assert (spoiled["nans"], spoiled["infinities"], spoiled["zeros"], spoiled["largest"]) == (1, 1, 1, 7e4)
@@ -152,6 +152,46 @@ def test_a_narrow_terminal_gets_a_narrow_table(file, capsys, monkeypatch):
     assert run(file) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("33.3 zero" in line for line in lines)
+
+
+@pytest.mark.parametrize("columns", [20, 60, 75, 78, 90])
+def test_nothing_is_left_out_on_a_narrower_terminal(tmp_path, capsys, monkeypatch, columns):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({**weights(), "model.layers.0.self_attn.q_proj": torch.full((2,), 0.5)}, path)
+    assert run(path) == 0
+    shown = capsys.readouterr().out
+    for word in (
+        "model.layers",
+        "spoiled",
+        "ids",
+        "f32[6]",
+        "7e+04",
+        "16.7 %",
+        "33.3 zero",
+        "33.3 over",
+        "10.9",
+        "DF11",
+    ):
+        assert word in shown
+    assert "model.layers.0.self_attn.q_proj f32[2]" in shown or columns > 70
+
+
+def test_a_name_in_two_files_is_told_apart(tmp_path, capsys):
+    for index in range(2):
+        safetensors.torch.save_file({"w": torch.full((2,), index + 1.0)}, tmp_path / f"{index}.safetensors")
+    assert run(tmp_path, "--json") == 0
+    tensors = json.loads(capsys.readouterr().out)["tensors"]
+    assert {(tensor["file"], tensor["name"], tensor["largest"]) for tensor in tensors} == {
+        ("0.safetensors", "w", 1.0), ("1.safetensors", "w", 2.0)
+    }  # fmt: skip
+    pytest.importorskip("rich")
+    assert run(tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "w (0.safetensors)" in shown
+    assert "w (1.safetensors)" in shown
 
 
 def test_names_cannot_style_the_table(tmp_path, capsys):

@@ -1,7 +1,3 @@
-import io
-import json
-import struct
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,42 +8,14 @@ from torch import nn
 
 import fmp
 from fmp import tree
-from fmp.dtypes import parse_dtype
 from fmp.errors import DonatedStateError
-from fmp.numerics.history import History
-from fmp.numerics.logs import write_jsonl, write_tensorboard
+from fmp.numerics.logs import write_jsonl
 from fmp.numerics.record import record
 from fmp.numerics.watch import watch_gradients
 from fmp.step.advance import advance
-from fmp.testing import check_optimizer, check_pure
+from fmp.testing import check_pure
 from tests.bits import same_bits, snapshot
-
-
-def loss_fn(params, batch):
-    return (params["w"] * batch).sum() + params["b"].sum()
-
-
-def make_step(optimizer=None, **options):
-    optimizer = fmp.optim.chain(watch_gradients("fp16"), fmp.optim.sgd(0.1)) if optimizer is None else optimizer
-    return fmp.train_step(loss_fn, optimizer, **options)
-
-
-def params():
-    return {"w": torch.ones(4), "b": torch.ones(2)}
-
-
-def run(step, state, batches, **options):
-    recorded = record(step, **options)
-    carry, metrics = recorded.init(state), []
-    for batch in batches:
-        carry, found = recorded(carry, batch)
-        metrics.append(found)
-    return *carry, metrics
-
-
-def batches(n):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(4, generator=generator) for _ in range(n)]
+from tests.numerics.recorded_steps import batches, make_step, params, run
 
 
 def test_it_records_what_the_step_reports_and_changes_nothing_about_it():
@@ -76,82 +44,6 @@ def test_the_ring_keeps_the_last_steps_in_order(length, steps, n):
     np.testing.assert_array_equal(latest["step"], kept)
     np.testing.assert_array_equal(latest["value"], kept.astype(np.float32))
     assert len(carry[1].arrays()["step"]) == min(steps, length)
-
-
-def test_a_planted_underflow_is_measured():
-    gradient = torch.ones(1000)
-    gradient[:370] = 2.0**-25  # the largest number that float16 rounds to zero
-    gradient[370:400] = 2.0**-24
-    gradient[999] = -3.0
-    tx = watch_gradients("fp16")
-    updates, state = tx.update({"w": gradient}, tx.init({"w": gradient}), {"w": gradient})
-    assert updates["w"] is gradient
-    assert state.underflow["w"].item() == pytest.approx(0.37, abs=1e-7)
-    assert (state.amax["w"].item(), state.zeros["w"].item(), state.count.item()) == (3.0, 0.0, 1)
-    scaled = watch_gradients("fp16", scale=2.0)
-    assert scaled.update({"w": gradient}, scaled.init({"w": gradient}), {"w": gradient})[1].underflow["w"] == 0
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "f8e4m3", "f8e5m2"])
-@pytest.mark.parametrize("numel", [17, 200_000])
-def test_underflow_is_what_the_cast_does(dtype, numel):
-    generator = torch.Generator().manual_seed(1)
-    exponents = torch.randint(-149, 20, (numel,), generator=generator)
-    gradient = torch.ldexp(torch.rand(numel, generator=generator) * 2 - 1, exponents)
-    gradient[::7] = 0.0
-    tx = watch_gradients(dtype)
-    state = tx.update(gradient, tx.init(gradient), gradient)[1]
-    nonzero = gradient != 0
-    lost = (gradient.to(parse_dtype(dtype)).float() == 0) & nonzero
-    assert state.underflow.item() == pytest.approx(lost.sum().item() / nonzero.sum().item(), abs=1e-6)
-    assert state.zeros.item() == pytest.approx(1 - nonzero.float().mean().item(), abs=1e-6)
-    assert state.amax.item() == gradient.abs().max().item()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_gradients_of_any_dtype_pass_untouched(dtype):
-    tx = watch_gradients("f8e5m2")
-    grads = {"w": torch.tensor([1.0, 0.0], dtype=dtype), "hole": None, "empty": torch.ones(0, dtype=dtype)}
-    leaves = {"w": torch.ones(2), "hole": torch.ones(3), "empty": torch.ones(0)}
-    updates, state = tx.update(grads, tx.init(leaves), leaves)
-    assert all(updates[key] is grads[key] for key in grads)
-    assert state.zeros["w"].item() == 0.5
-    assert state.amax["empty"].item() == 0.0
-    assert state.amax["hole"].isnan()
-
-
-def test_a_leaf_that_is_no_float_is_not_watched():
-    tx = watch_gradients()
-    state = tx.init({"w": torch.ones(2), "ids": torch.arange(2), "none": None})
-    assert state.measured["ids"] is None
-    assert state.measured["none"] is None
-
-
-def test_infinities_and_nan_show_in_the_amax():
-    tx = watch_gradients()
-    grads = {"inf": torch.tensor([1.0, -torch.inf]), "nan": torch.tensor([1.0, torch.nan])}
-    state = tx.update(grads, tx.init(grads), grads)[1]
-    assert state.amax["inf"] == torch.inf
-    assert state.amax["nan"].isnan()
-
-
-def test_leaves_are_recorded_by_path_and_skipped_steps_as_unknown():
-    step = make_step(loss_scale=2.0**10, policy=fmp.opt_level("O0"))
-    batch = torch.tensor([1.0, 1e-9, 0.0, 2.0])
-    bad = torch.tensor([1.0, torch.inf, 0.0, 2.0])
-    _, history, _ = run(step, step.init(params()), [batch, bad, batch])
-    arrays = history.arrays()
-    assert arrays["skipped"].tolist() == [False, True, False]
-    for measure, value in (("amax", 2.0), ("underflow", 1 / 3), ("zeros", 0.25)):
-        np.testing.assert_allclose(arrays[f"grad_{measure}/w"], [value, np.nan, value], rtol=1e-6)
-    assert arrays["grad_amax/b"][0] == 1.0
-
-
-def test_accumulated_steps_are_unknown_until_the_last():
-    optimizer = fmp.optim.accumulate(fmp.optim.chain(watch_gradients(), fmp.optim.sgd(0.1)), every=2)
-    step = make_step(optimizer)
-    _, history, _ = run(step, step.init(params()), batches(4))
-    assert np.isnan(history.arrays()["grad_amax/w"]).tolist() == [True, False, True, False]
 
 
 def test_parameters_can_be_measured():
@@ -188,60 +80,6 @@ def test_several_losses_and_optimizers():
     assert arrays["skipped/two"].tolist() == [False, False]
     np.testing.assert_array_equal(arrays["grad_amax/one/w"], [1.0, np.nan])
     np.testing.assert_array_equal(arrays["grad_amax/two/w"], [2.0, np.inf])
-
-
-def test_two_watchers_are_told_apart():
-    optimizer = fmp.optim.named_chain(
-        ("raw", watch_gradients()),
-        ("clip", fmp.optim.clip_by_value(0.5)),
-        ("clipped", watch_gradients("bf16")),
-        ("sgd", fmp.optim.sgd(0.1)),
-    )
-    step = make_step(optimizer)
-    _, history, _ = run(step, step.init(params()), [torch.full((4,), 3.0)])
-    arrays = history.arrays()
-    assert (arrays["grad_amax/raw/w"].item(), arrays["grad_amax/clipped/w"].item()) == (3.0, 0.5)
-    assert history.leaves[0] == ("grad", "clipped/b", "bf16")
-
-
-def test_any_tree_of_metrics():
-    aux_step = fmp.train_step(
-        lambda params, batch: (loss_fn(params, batch), {"tokens": torch.tensor(2**24 + 1), "vector": batch}),
-        fmp.optim.sgd(0.1),
-        has_aux=True,
-    )
-    state, batch = aux_step.init(params()), batches(1)[0]
-    recorded = record(aux_step)
-    assert "aux/tokens" not in recorded.init(state)[1].arrays()
-    carry, _ = recorded(recorded.init(state, batch), batch)
-    arrays = carry[1].arrays()
-    assert arrays["aux/tokens"].tolist() == [2**24 + 1]  # which float32 cannot hold
-    assert "aux/vector" not in arrays
-
-    def own(state, batch):
-        return state, [torch.tensor(True), {"step": 7, "half": torch.tensor(0.5, dtype=torch.bfloat16)}, None, "text"]
-
-    carry = record(own).init({}, batch)
-    carry, _ = record(own)(carry, batch)
-    arrays = carry[1].arrays()
-    assert arrays["0"].tolist() == [True]
-    assert arrays["1/step"].tolist() == [7]
-    assert arrays["1/half"].tolist() == [0.5]
-    assert "3" not in arrays
-
-    clashing = record(lambda state, batch: (state, {"step": batch.sum()}))
-    carry, _ = clashing(clashing.init({}, batch), batch)
-    assert carry[1].arrays()["metrics/step"].tolist() == [batch.sum().item()]
-    single = record(lambda state, batch: (state, batch.sum()))
-    assert list(single.init({}, batch)[1].arrays()) == ["step", "metrics"]
-
-
-def test_double_precision_is_kept():
-    step = make_step(fmp.optim.sgd(0.1))
-    start = {key: leaf.double() for key, leaf in params().items()}
-    _, history, metrics = run(step, step.init(start), [batch.double() for batch in batches(2)])
-    assert history.arrays()["loss"].dtype == np.float64
-    assert history.arrays()["loss"].tolist() == [found.loss.item() for found in metrics]
 
 
 def test_it_is_pure_unless_the_step_donates():
@@ -397,127 +235,10 @@ def test_a_module_s_step_with_buffers_and_a_policy():
     assert (arrays["grad_amax/2.weight"] > 0).all()
 
 
-def history_of(values) -> History:
-    recorded = record(lambda state, batch: (state, {"loss": batch, "skipped": ~batch.isfinite()}), length=4)
-    carry = recorded.init({}, torch.tensor(0.0))
-    for value in values:
-        carry, _ = recorded(carry, torch.tensor(value))
-    return carry[1]
-
-
-def read_lines(path):
-    def refuse(text):
-        raise AssertionError(text)
-
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-
-
-def test_json_lines(tmp_path):
-    path = tmp_path / "log.jsonl"
-    assert write_jsonl(history_of([0.1, float("nan"), float("-inf")]), path) == 3
-    assert read_lines(path) == [
-        {"step": 0, "loss": 0.1, "skipped": False},
-        {"step": 1, "loss": "nan", "skipped": True},
-        {"step": 2, "loss": "-inf", "skipped": True},
-    ]
-    assert float(read_lines(path)[2]["loss"]) == float("-inf")
-
-
-def test_json_lines_are_appended_once(tmp_path):
-    path, values = tmp_path / "log.jsonl", [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
-    for stop, appended in ((2, 2), (2, 0), (5, 3), (6, 1)):
-        assert write_jsonl(history_of(values[:stop]), path) == appended
-    assert [line["loss"] for line in read_lines(path)] == values
-    # Another run goes behind the first; so does one that went on from an earlier step.
-    assert write_jsonl(history_of([9.0]), path) == 1
-    assert write_jsonl(history_of([9.0, 8.0]), path) == 1
-    assert [(line["step"], line["loss"]) for line in read_lines(path)[-3:]] == [(5, 5.5), (0, 9.0), (1, 8.0)]
-
-
-def test_a_line_that_was_cut_off_is_replaced(tmp_path):
-    path = tmp_path / "log.jsonl"
-    write_jsonl(history_of([0.5, 1.5]), path)
-    whole = path.read_bytes()
-    for cut in range(1, len(whole)):
-        path.write_bytes(whole[:cut])
-        write_jsonl(history_of([0.5, 1.5]), path)
-        assert path.read_bytes() == whole
-
-
-def test_long_lines_are_found(tmp_path):
-    names = {f"{'x' * 500}{index}": torch.tensor(1.0) for index in range(200)}
-    recorded = record(lambda state, batch: (state, names))
-    carry = recorded.init({}, torch.tensor(0.0))
-    for appended in (1, 1, 1):
-        carry, _ = recorded(carry, torch.tensor(0.0))
-        assert write_jsonl(carry[1], tmp_path / "log.jsonl") == appended
-    assert [line["step"] for line in read_lines(tmp_path / "log.jsonl")] == [0, 1, 2]
-
-
-def test_other_files_are_left_alone(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text("my notes, without an end of line")
-    with pytest.raises(ValueError, match="ends with no line of a history"):
-        write_jsonl(history_of([0.5]), path)
-    assert path.read_text() == "my notes, without an end of line"
-    with pytest.raises(OSError, match="not a regular file"):
-        write_jsonl(history_of([0.5]), "/dev/null")
-
-
-def read_events(folder):
-    """Reads the scalars in event files: records with an 8-byte length, a checksum, the event, a checksum."""
-    protocol = pytest.importorskip("tensorboardX.proto.event_pb2")
-    found = {}
-    for path in sorted(folder.iterdir()):
-        file = io.BytesIO(path.read_bytes())
-        while header := file.read(12):
-            event = protocol.Event()
-            event.ParseFromString(file.read(struct.unpack("<Q", header[:8])[0]))
-            file.read(4)
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return found
-
-
-def test_event_files(tmp_path):
-    folder = tmp_path / "run"
-    since = write_tensorboard(history_of([0.5, 1.5]), folder)
-    assert since == 2
-    assert write_tensorboard(history_of([0.5, 1.5, float("nan")]), folder, since=since) == 3
-    found = read_events(folder)
-    assert sorted(found["loss"])[:2] == [(0, 0.5), (1, 1.5)]
-    assert [step for step, _ in sorted(found["skipped"])] == [0, 1, 2]
-    assert np.isnan(dict(found["loss"])[2])
-
-
-def test_event_files_need_a_library(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ModuleNotFoundError, match="the extra `tools`"):
-        write_tensorboard(history_of([0.5]), tmp_path)
-
-
-def test_the_watcher_obeys_the_laws_of_an_optimizer():
-    check_optimizer(watch_gradients())
-
-
 def test_the_step_that_records_is_pure():
     step = make_step(loss_scale="dynamic")
     recorded = record(step, length=3)
     check_pure(recorded, recorded.init(step.init(params())), batches(1)[0], may_alias=True, vmap=True)
-
-
-def test_watchers_of_groups_are_told_apart():
-    groups = {
-        "one": fmp.optim.chain(watch_gradients(), fmp.optim.sgd(0.1)),
-        "two": fmp.optim.chain(watch_gradients("bf16"), fmp.optim.adam(0.1)),
-    }
-    step = make_step(fmp.optim.partition(groups, lambda path, leaf: "one" if path == "w" else "two"))
-    _, history, _ = run(step, step.init(params()), [torch.full((4,), 3.0)])
-    assert history.leaves == (("grad", "one/w", "f16"), ("grad", "two/b", "bf16"))
-    masked = make_step(fmp.optim.masked(fmp.optim.chain(watch_gradients(), fmp.optim.sgd(0.1)), ["w"]))
-    _, history, _ = run(masked, masked.init(params()), [torch.full((4,), 3.0)])
-    assert history.leaves == (("grad", "w", "f16"),)
-    assert history.arrays()["grad_amax/w"].tolist() == [3.0]
 
 
 def test_a_compiled_step_that_donates():

@@ -108,6 +108,32 @@ def test_many_steps_and_leaves_are_thinned_out(tmp_path):
     assert (tmp_path / "underflow.png").stat().st_size > 5000
 
 
+def test_names_are_drawn_as_they_are(tmp_path):
+    names = ["$\\a$", "_b", "$", "c_$x^$"]
+    losses = {name: torch.tensor(index + 1.0) for index, name in enumerate(names)}
+    recorded = record(lambda state, batch: (state, {"loss": losses, "loss_scale": losses}), params="fp16")
+    carry = recorded.init({"params": {name: torch.ones(2) for name in names}}, torch.tensor(1.0))
+    carry, _ = recorded(carry, torch.tensor(1.0))
+    scale = plot_scale(carry[1])
+    for axes in axes_of(scale):
+        shown = dict(zip([text.get_text() for text in axes.get_legend().get_texts()], drawn(axes), strict=True))
+        assert set(shown) == {name.replace("$", r"\$") for name in names}
+    assert [curve[0] for curve in drawn(axes_of(scale)[0])] == [
+        carry[1].arrays()[f"loss/{n}"][0] for n in sorted(names)
+    ]
+    underflow = plot_underflow(carry[1], kind="param")
+    scale.savefig(tmp_path / "scale.png")  # a formula that is none would raise here
+    underflow.savefig(tmp_path / "underflow.png")
+    labels = [label.get_text() for label in underflow.axes[0].get_yticklabels()]
+    assert labels == [name.replace("$", r"\$") for name in sorted(names)]
+
+
+def test_nan_is_not_drawn_as_zero():
+    history = run([torch.full((4,), torch.nan)], watch=watch_gradients("fp16"))
+    assert cells_of(plot_underflow(history)).tolist() == [[0.0]]
+    assert np.isnan(history.arrays()["grad_amax/w"]).all()
+
+
 def test_pictures_say_what_they_lack(monkeypatch):
     history = run([GOOD])
     with pytest.raises(ValueError, match="watch_gradients"):

@@ -25,15 +25,17 @@ def step(
     divide: bool = False,
     clip: Tensor | None = None,
     finite: Tensor | None = None,
+    form: str | None = None,
+    seeds: Tensor | None = None,
 ) -> None:
     """Overwrites parameters, moments and casts by those after one step.
 
     Args:
         gradients: f32, f16 or bf16, still scaled.
-        params: f32, the parameters or their masters.
+        params: f32, the parameters or their masters; 16 bits in a form.
         first: f32, their first moments.
         second: f32, their second moments.
-        low: For each parameter its cast, f16 or bf16, or None.
+        low: For each parameter its cast, f16 or bf16, or None; or what the form keeps beside it.
         flags: For each parameter the sum of its flags.
         coefficients: f32[n, 8], for each parameter 1 - b1, 1 - b2, 1 - (1 - b2), the size of the step, eps, the factor
             of the parameter in the update, that in the gradient, and nothing.
@@ -41,6 +43,8 @@ def step(
         divide: Whether they are divided by `scale`, not multiplied.
         clip: f32[], a further factor; None for 1.
         finite: bool[], false to leave every byte as it is; None for true.
+        form: The form of the parameters, as `fmp.kernels.optimizer` has them; None for f32.
+        seeds: i64[n], what the parameters draw by in the form `"stochastic"`.
     """
-    factors = {"scale": scale, "divide": divide, "clip": clip, "finite": finite}
-    optimizer.overwrite("adam", gradients, params, (first, second), low, flags, coefficients, **factors)
+    options = {"scale": scale, "divide": divide, "clip": clip, "finite": finite, "form": form, "seeds": seeds}
+    optimizer.overwrite("adam", gradients, params, (first, second), low, flags, coefficients, **options)

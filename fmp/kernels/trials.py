@@ -6,17 +6,26 @@ tensors that begin at odd addresses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fmp.kernels import adam, loss_scale, multi_tensor, sgd
+from fmp.master import FORMS
 
 Tensor = torch.Tensor
 
 _SIZES = (5, 0, 137, 1030)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SUBNORMAL = 2.0**-140
+# By the form, the dtypes of gradients and of casts or parameters.
+_F32, _F16, _BF16 = _DTYPES
+_FORMATS: dict[str | None, Sequence[tuple[torch.dtype, torch.dtype]]] = {
+    None: ((_F32, _F16), (_F16, _F16), (_BF16, _BF16)),
+    "remainder": ((_F32, _BF16), (_BF16, _BF16)),
+    "stochastic": ((_F32, _F16), (_F32, _BF16), (_F16, _F16), (_BF16, _BF16)),
+}
 
 
 def _numbers(size: int, device: torch.device, dtype: torch.dtype = torch.float32, *, step: int = 7) -> Tensor:
@@ -75,41 +84,59 @@ def _axpby(device: torch.device) -> bool:
     return _same([*found, norm, finite], [*expected, _norm(expected), torch.ones_like(finite)])
 
 
-def _optimizer(device: torch.device, run: Callable[..., None], update: Callable[..., list[Tensor]]) -> bool:
+def _optimizer(
+    device: torch.device, form: str | None, run: Callable[..., None], update: Callable[..., list[Tensor]]
+) -> bool:
     """Compares steps of an optimizer, one of which is skipped.
 
     Args:
         device: Where.
-        run: `run(gradients, params, first, second, low, scale=, clip=, finite=)` overwrites.
+        form: The form of the parameters; None for float32 and casts.
+        run: `run(gradients, params, first, second, low, scale=, clip=, finite=, form=, seeds=)` overwrites.
         update: `update(gradient, param, first, second)` returns the new parameter and moments.
     """
     scale, clip = torch.full((), 0.25, device=device), torch.full((), 0.5, device=device)
-    for grad_dtype, low_dtype in ((_DTYPES[0], _DTYPES[1]), *[(dtype, dtype) for dtype in _DTYPES[1:]]):
+    seeds = torch.arange(len(_SIZES), device=device) * 3**38 - 2**60 if form == "stochastic" else None
+    options = {"scale": scale, "clip": clip, "form": form, "seeds": seeds}
+    for grad_dtype, dtype in _FORMATS[form]:
         gradients = [_numbers(size, device, grad_dtype) for size in _SIZES]
-        columns = [[_numbers(size, device, step=step) for size in _SIZES] for step in (11, 13, 17)]
+        params, low = _stored([_numbers(size, device, step=11) for size in _SIZES], form, dtype, seeds)
+        full = params if form is None else list(map(FORMS[form].merge, params, low))
+        first = [_numbers(size, device, step=13) for size in _SIZES]
         # Squares of the root that Adam takes, which then is exact.
         wide = [gradient.to(torch.float32) * scale * clip for gradient in gradients]
-        columns[2] = [2.0 * (2.0 * grad.abs().ceil()).square() - grad.square() for grad in wide]
-        low: list[Tensor | None] = [param.to(low_dtype) for param in columns[0]]
-        low[0] = None
-        expected = [update(*row) for row in zip(wide, *columns, strict=True)]
-        for finite in (False, True):
-            before = [tensor.clone() for tensor in (*columns[0], *columns[1], *columns[2])]
-            casts = [None if cast is None else cast.clone() for cast in low]
-            flag = torch.full((), finite, device=device)
-            run(gradients, *columns, low, scale=scale, clip=clip, finite=flag)
-            if finite:
-                before = [new for column in zip(*expected, strict=True) for new in column]
-                casts = [
-                    None if cast is None else new[0].to(low_dtype) for cast, new in zip(low, expected, strict=True)
-                ]
-            found = [*columns[0], *columns[1], *columns[2], *[cast for cast in low if cast is not None]]
-            if not _same(found, [*before, *[cast for cast in casts if cast is not None]]):
+        second = [_shifted(2.0 * (2.0 * grad.abs().ceil()).square() - grad.square()) for grad in wide]
+        expected = [list(column) for column in zip(*map(update, wide, full, first, second), strict=True)]
+        after = [*_stored(expected[0], form, dtype, seeds), *expected[1:]]
+        before = [
+            [None if leaf is None else leaf.clone() for leaf in column] for column in (params, low, first, second)
+        ]
+        for finite, wanted in ((False, before), (True, after)):
+            run(gradients, params, first, second, low, finite=torch.full((), finite, device=device), **options)
+            if not all(map(_same, map(_there, (params, low, first, second)), map(_there, wanted))):
                 return False
     return True
 
 
-def _adam(device: torch.device) -> bool:
+def _stored(full: list[Tensor], form: str | None, dtype: torch.dtype, seeds: Tensor | None) -> list[list[Any]]:
+    """Makes what stands for float32 numbers, and what is beside it, in memory that begins where `_numbers` begin."""
+    if form is None:
+        pairs = [(param, param.to(dtype) if index else None) for index, param in enumerate(full)]
+    else:
+        own = [None] * len(full) if seeds is None else list(seeds)
+        pairs = [FORMS[form].split(param, dtype, seed) for param, seed in zip(full, own, strict=True)]
+    return [[None if leaf is None else _shifted(leaf) for leaf in column] for column in zip(*pairs, strict=True)]
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor.new_zeros(1), tensor])[1:]
+
+
+def _there(column: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in column if leaf is not None]
+
+
+def _adam(device: torch.device, form: str | None = None) -> bool:
     first_weight, second_weight, step_size, eps, shrink = 0.25, 0.5, -0.3, 0.125, -0.0625
     row = [first_weight, second_weight, 1.0 - second_weight, step_size, eps, shrink, 0.0, 0.0]
     columns = [torch.full((len(_SIZES),), number, device=device) for number in row]
@@ -126,10 +153,10 @@ def _adam(device: torch.device) -> bool:
         moved = first / (second.sqrt() + eps) * step_size
         return [param + (moved + shrink * param), first, second]
 
-    return _optimizer(device, run, update)
+    return _optimizer(device, form, run, update)
 
 
-def _sgd(device: torch.device) -> bool:
+def _sgd(device: torch.device, form: str | None = None) -> bool:
     negated_rate, momentum, gain, decay = -0.3, 0.5, 0.75, 0.25
     columns = [torch.full((len(_SIZES),), number, device=device) for number in (negated_rate, momentum, gain, decay)]
     coefficients = torch.stack(columns, dim=1)
@@ -150,7 +177,7 @@ def _sgd(device: torch.device) -> bool:
         first = momentum * first + gradient * gain
         return [param + (gradient + momentum * first) * negated_rate, first, second]
 
-    return _optimizer(device, run, update)
+    return _optimizer(device, form, run, update)
 
 
 def _loss_scale(device: torch.device) -> bool:
@@ -168,7 +195,11 @@ TRIALS: Mapping[str, Callable[[torch.device], bool]] = {
     "scale": _scale,
     "axpby": _axpby,
     "adam": _adam,
+    "adam_remainder": partial(_adam, form="remainder"),
+    "adam_stochastic": partial(_adam, form="stochastic"),
     "sgd": _sgd,
+    "sgd_remainder": partial(_sgd, form="remainder"),
+    "sgd_stochastic": partial(_sgd, form="stochastic"),
     "loss_scale": _loss_scale,
 }
-"""By source: says whether its kernels agree with torch on a device."""
+"""By source, and by the form of parameters: says whether the kernels agree with torch on a device."""

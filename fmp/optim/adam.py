@@ -22,9 +22,10 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
-from fmp.optim.fused import Launch, Request, check_numbers, counted, one_pass, overwrite, stacked
+from fmp.optim.fused import Request, check_numbers, counted, one_pass, stacked
 from fmp.optim.masks import Mask, selector
 from fmp.optim.one_launch import Leaves, in_one_launch
+from fmp.optim.torch_kernel import Launch, overwrite
 
 Tree = Any
 
@@ -169,6 +170,7 @@ def _adam(
         coefficients = _coefficients_of(
             tree.leaves(params), tree.leaves(state.ages), rate, b1, b2, eps, decoupled_decay
         )
+        shrinks = not is_off(decoupled_decay) and not is_off(rate)
 
         def update_leaf(
             grad: torch.Tensor,
@@ -189,7 +191,7 @@ def _adam(
             step = torch.add(step, use.eps, out=out)
             step = torch.div(first, step, out=out)
             step = torch.mul(step, use.step_size, out=out)
-            if decays and not is_off(use.shrink):
+            if decays and shrinks:
                 step = add_scaled(step, use.shrink, param, out=out)
             return step, age + 1, first, second
 
@@ -218,7 +220,7 @@ def _adam(
             decoupled = 0 if is_off(decoupled_decay) or is_off(rate) else kernel.DECOUPLED_DECAY
             flags = [coupled | decoupled if decays[index] else coupled for index in on.indices]
             first, second = on.moments
-            kernel.step(on.gradients, on.params, first, second, on.low, flags=flags, coefficients=rows, **on.factors)
+            kernel.step(on.gradients, on.params, first, second, on.low, flags=flags, coefficients=rows, **on.options)
             for index, new_age in zip(on.indices, counted(age, request.finite).unbind(), strict=True):
                 new_ages[index] = new_age
 

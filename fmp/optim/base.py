@@ -25,13 +25,17 @@ class GradientTransformation(NamedTuple):
         update: `update(grads, state, params) -> (updates, state)`. Gradients are unscaled, `params` are the masters,
             and updates are meant to be *added*, by `apply_updates`. A leaf whose gradient is None has the update None
             and keeps its state.
-        fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype, low, donate) -> (params, low,
-            state)`, the same meaning in one pass over memory, up to rounding; or None. Gradients are multiplied by
+        fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype, low, donate, form, seed) -> (params,
+            low, state)`, the same meaning in one pass over memory, up to rounding; or None. Gradients are multiplied by
             `inv_scale` and `clip` first; where `finite`, bool[], is false, parameters and state stay as they are.
             `low` is the parameters in `cast_dtype`, or None, which `vmap` cannot return; or, where a tree `low` is
             given that holds the present casts of the parameters, None where there is none, the new ones in the dtype
             of each, which `finite` keeps as well. All keywords may be None or left out; one of `cast_dtype` and `low`
             must be. Only with `donate=True` may the old parameters, the old state and `low` be overwritten.
+            With a `form` of `fmp.master`, `params` and `low` are the parameters and what that form keeps beside them,
+            None where there is nothing, and are returned in the same form: the update is one of `fmp.master.merge(
+            params, low, form=form)`, and `fmp.master.split(..., form=form, seed=seed)` takes the result apart. Where
+            `finite` is false, every byte of both stays.
     """
 
     init: Callable[[Tree], Tree]

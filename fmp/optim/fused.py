@@ -8,52 +8,43 @@ In plain Python, on leaves that nobody else holds:
 
 `update` and `apply_updates` walk over the same memory about six times. fmp's own kernels, on a GPU, give the same bits;
 torch's, on any device, the same result up to rounding, since they order their arithmetic in their own way.
+
+Parameters may be in a form of `fmp.master`. A kernel then merges and splits number by number, in registers; elsewhere
+
+    full = merge(params, low)
+    full = update of full
+    params, low = split(full)
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable
+from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
 
-from fmp import _compat, tree
+from fmp import _compat, master, random, tree
 from fmp.dtypes import full_precision
 from fmp.optim import checks
-from fmp.optim.aliasing import PLAIN, overlap, shares_memory
-from fmp.optim.base import apply_updates, check_trainable, in_dtype
+from fmp.optim.base import apply_updates, in_dtype
 
 Tree = Any
 Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-
-
-class Launch(NamedTuple):
-    """What one launch of a kernel works on: leaves of one device and dtype, each in the same layout as its moments.
-
-    Attributes:
-        indices: The places of the leaves in the tree.
-        params: The parameters, to be overwritten.
-        grads: Their gradients.
-        moments: For each tree of moments the tensors, to be overwritten.
-        skip: f32[], 1 where everything must stay as it is, else 0; None for never.
-    """
-
-    indices: list[int]
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    moments: tuple[list[torch.Tensor], ...]
-    skip: torch.Tensor | None
+Trees = tuple[Tree, Tree, Tree]
 
 
 class Request(NamedTuple):
     """What a one-pass form is asked for besides an update; `fmp.optim.GradientTransformation` describes each.
 
     Attributes:
-        low: The present casts of the parameters, None where there is none; None for no casts at all.
+        low: The present casts of the parameters, None where there is none; None for no casts at all. Of parameters in
+            a form, what is kept beside them.
         inv_scale: What gradients are multiplied by first; None for 1.
         clip: What they are multiplied by then; None for 1.
         finite: bool[], false where nothing may change; None for always true.
         donate: Whether what is given may be overwritten.
+        form: The form of `fmp.master` in which the parameters are; None for numbers that stand for themselves.
+        seed: i64[], what a form that rounds by chance draws by; None to round to nearest.
     """
 
     low: Tree
@@ -61,27 +52,67 @@ class Request(NamedTuple):
     clip: torch.Tensor | float | None
     finite: torch.Tensor | None
     donate: bool
+    form: str | None = None
+    seed: random.Seed | None = None
+
+
+Launcher = Callable[[Tree, Tree, Tree, Request], Trees | None]
 
 
 def one_pass(
-    update: Update,
-    launch: Callable[[Tree, Tree, Tree, Request], tuple[Tree, Tree, Tree] | None],
-    torch_kernel: Callable[..., tuple[Tree, Tree] | None] | None = None,
-) -> Callable[..., tuple[Tree, Tree, Tree]]:
+    update: Update, launch: Launcher, torch_kernel: Callable[..., tuple[Tree, Tree] | None] | None = None
+) -> Callable[..., Trees]:
     """Makes the `fused` function of a `fmp.optim.GradientTransformation`.
 
     Args:
         update: Its `update`, which does the work wherever a kernel cannot: under a torch.func transform, under
             torch.compile, where autograd records, and for anything but plain tensors.
         launch: `launch(grads, state, params, request) -> (params, low, state)`, on fmp's kernel. It returns None for
-            tensors that it cannot work on; `fmp.optim.one_launch` helps.
+            tensors or forms that it cannot work on; `fmp.optim.one_launch` helps.
         torch_kernel: `torch_kernel(grads, state, params, finite=, donate=) -> (params, state)`, on torch's kernel, for
-            what is left; it returns None as well. `overwrite` helps.
+            what is left; it returns None as well. `fmp.optim.torch_kernel` helps.
 
     Returns:
         `fused(grads, state, params, *, inv_scale=None, clip=None, finite=None, cast_dtype=None, low=None,
-        donate=False) -> (params, low, state)`.
+        donate=False, form=None, seed=None) -> (params, low, state)`.
     """
+
+    def on_full(grads: Tree, state: Tree, params: Tree, request: Request) -> Trees:
+        low, finite, is_traced = request.low, request.finite, _is_traced()
+        found = None if is_traced else launch(grads, state, params, request)
+        if found is not None:
+            return found
+        for factor in (request.inv_scale, request.clip):
+            grads = grads if factor is None else _scaled(grads, factor)
+        kept = (
+            None
+            if is_traced or torch_kernel is None
+            else torch_kernel(grads, state, params, finite=finite, donate=request.donate)
+        )
+        if kept is not None:
+            new_low = _cast_as(low, kept[0])
+            return kept[0], new_low if finite is None else tree.select(finite, new_low, low), kept[1]
+        updates, new_state = update(grads, state, params)
+        del grads
+        old = None if finite is None else (params, low, state)
+        del state  # where nobody else holds it
+        params = apply_updates(params, updates)
+        del updates
+        found = params, _cast_as(low, params), new_state
+        return found if finite is None else tree.select(finite, found, old)
+
+    def in_form(held: list[Tree], request: Request) -> Trees:
+        params, low, form, finite = held[0], request.low, request.form, request.finite
+        found = None if _is_traced() else launch(held[2], held[1], params, request)
+        if found is not None:
+            return found
+        held[0] = master.merge(params, low, form=form)
+        on = request._replace(low=None, form=None, seed=None)
+        full, _, state = on_full(held.pop(), held.pop(), held.pop(), on)
+        new = master.split(full, params, low, form=form, seed=request.seed)
+        if finite is not None:  # what is new in `full` as well has been chosen already
+            new = tree.select(finite, new, _replaced((params, low), new, full))
+        return *new, state
 
     def fused(
         grads: Tree,
@@ -94,110 +125,18 @@ def one_pass(
         cast_dtype: torch.dtype | None = None,
         low: Tree = None,
         donate: bool = False,
-    ) -> tuple[Tree, Tree, Tree]:
-        request = _checked(Request(low, inv_scale, clip, finite, donate), cast_dtype)
-        is_traced = torch.compiler.is_compiling() or _compat.transform_active()
-        found = None if is_traced else launch(grads, state, params, request)
-        if found is None:
-            for factor in (inv_scale, clip):
-                grads = grads if factor is None else _scaled(grads, factor)
-            kept = (
-                None
-                if is_traced or torch_kernel is None
-                else torch_kernel(grads, state, params, finite=finite, donate=donate)
-            )
-            if kept is None:
-                updates, new_state = update(grads, state, params)
-                del grads
-                old = None if finite is None else (params, low, state)
-                del state  # where nobody else holds it
-                params = apply_updates(params, updates)
-                del updates
-                found = params, _cast_as(low, params), new_state
-                found = found if finite is None else tree.select(finite, found, old)
-            else:
-                new_low = _cast_as(low, kept[0])
-                found = kept[0], new_low if finite is None else tree.select(finite, new_low, low), kept[1]
-        if cast_dtype is not None:
-            found = found[0], tree.cast(found[0], cast_dtype), found[2]
-        return found
+        form: str | None = None,
+        seed: random.Seed | None = None,
+    ) -> Trees:
+        request = _checked(Request(low, inv_scale, clip, finite, donate, form, seed), cast_dtype)
+        held = [params, state, grads]
+        del params, state, grads, low  # so that each can be let go as soon as it is not needed
+        if form is not None:
+            return in_form(held, request)
+        found = on_full(held.pop(), held.pop(), held.pop(), request)
+        return found if cast_dtype is None else (found[0], tree.cast(found[0], cast_dtype), found[2])
 
     return fused
-
-
-def overwrite(
-    kernel: Callable[..., None],
-    grads: Tree,
-    params: Tree,
-    *moments: Tree,
-    others: Sequence[Any] = (),
-    kinds: Sequence[Hashable] | None = None,
-    finite: torch.Tensor | None,
-    donate: bool,
-) -> tuple[Tree, ...] | None:
-    """Runs a kernel over whole trees of plain tensors, with one launch for each device, dtype and kind.
-
-    Args:
-        kernel: `kernel(launch)`, or `kernel(launch, kind)` if there are kinds; see `Launch`.
-        grads: The gradients. Where one is None, the leaf is left out.
-        params: The parameters. One narrower than float32 is computed on in float32, and rounded once at the end.
-        *moments: Trees of moments, which have the dtype in which parameters are computed on.
-        others: What else the kernel reads, such as the learning rate.
-        kinds: For each leaf, what may differ between launches.
-        finite: bool[], false where nothing may change; None for always true.
-        donate: Whether the kernel may overwrite parameters and moments; otherwise it gets copies. Those that share
-            memory with one another are always copied.
-
-    Returns:
-        The new parameters, then the new trees of moments; or None, with nothing done, if a kernel cannot read and write
-        the tensors without anyone but us noticing.
-
-    Raises:
-        TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex.
-        ValueError: If a gradient or a moment has not the shape of its parameter, or the trees differ in structure.
-    """
-    checks.params_match(grads, params)
-    # Whatever is asked of every leaf is asked by functions that loop in C: loops in Python would outlast the kernel.
-    grad_leaves, spec = tree.flatten(grads)
-    new_columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
-    due = [index for index, grad in enumerate(grad_leaves) if grad is not None]
-    columns = [_chosen(column, due) for column in (grad_leaves, *new_columns)]
-    if any(type(None) in set(map(type, column)) for column in columns):
-        _check_shapes(grads, grad_leaves, new_columns)
-    everything = list(chain.from_iterable(columns))
-    others = [other for other in others if isinstance(other, torch.Tensor)]
-    if not _are_plain(everything, others):
-        return None
-    dtypes = list(map(_DTYPE, columns[1]))
-    if not all(dtype.is_floating_point for dtype in set(dtypes)) or any(map(torch.is_complex, columns[0])):
-        check_trainable(grads, grad_leaves, new_columns[0])
-    grad_shapes, *shapes = [list(map(_SHAPE, column)) for column in columns]
-    if any(found != grad_shapes for found in shapes):
-        _check_shapes(grads, grad_leaves, new_columns)
-    if donate:
-        written, read = list(chain.from_iterable(new_columns)), [*columns[0], *others]
-        # If all leaves are due, they have been looked at.
-        donate = not (overlap if len(due) == len(grad_leaves) else shares_memory)(written, read)
-
-    groups: dict[Any, list[int]] = {}
-    kinds_due = [()] * len(due) if kinds is None else [(kinds[index],) for index in due]
-    for place, key in enumerate(zip(map(_DEVICE, columns[1]), dtypes, kinds_due, strict=True)):
-        groups.setdefault(key, []).append(place)
-    for (device, dtype, kind), places in groups.items():
-        its_grads, old, *its_moments = [_chosen(column, places) for column in columns]
-        new = _writable(old, full_precision(dtype), donate)
-        launch = Launch(
-            _chosen(due, places),
-            new,
-            _laid_out_as(new, its_grads, donate=True),
-            tuple([_laid_out_as(new, moment, donate) for moment in its_moments]),
-            skip=None if finite is None else (~finite).to(device, torch.float32),
-        )
-        kernel(launch, *kind)
-        for column, leaves in zip(new_columns, (_narrowed(new, old, finite), *launch.moments), strict=True):
-            for index, leaf in zip(launch.indices, leaves, strict=True):
-                column[index] = leaf
-    return tuple(tree.unflatten(spec, column) for column in new_columns)
 
 
 def counted(count: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
@@ -232,25 +171,11 @@ def check_numbers(**options: Any) -> None:
             raise TypeError(f"fused=True takes {name} as a number, got {tree.describe(value)}; use fused=False")
 
 
-_DTYPE, _SHAPE, _DEVICE = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
-_LAYOUT, _REQUIRES_GRAD, _BASE = attrgetter("layout"), attrgetter("requires_grad"), attrgetter("_base")
-_IS_CPU = attrgetter("is_cpu")
+_BASE = attrgetter("_base")
 
 
-def _are_plain(tensors: list[Any], others: list[torch.Tensor]) -> bool:
-    if not PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
-        return False
-    if not all(map(_IS_CPU, tensors)) and not {"cpu", "cuda"} >= {device.type for device in map(_DEVICE, tensors)}:
-        return False
-    if any(map(torch.Tensor.is_neg, tensors)) or any(map(_compat.is_zero_tensor, tensors)):
-        return False
-    if not PLAIN.issuperset(map(type, others)):
-        return False
-    return not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, chain(tensors, others)))
-
-
-def _chosen(items: list[Any], places: list[int]) -> list[Any]:
-    return list(items) if len(places) == len(items) else [items[place] for place in places]
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or _compat.transform_active()
 
 
 def _checked(request: Request, cast_dtype: torch.dtype | None) -> Request:
@@ -260,6 +185,12 @@ def _checked(request: Request, cast_dtype: torch.dtype | None) -> Request:
         tree.cast((), cast_dtype)
         if request.low is not None:
             raise ValueError("fused takes either low, whose dtypes say what to cast to, or cast_dtype; leave one out")
+        if request.form is not None:
+            raise ValueError(f"parameters in the form {request.form!r} have no casts beside them; leave cast_dtype out")
+    if request.seed is not None:
+        random.as_seed(request.seed)
+        if request.form is None:
+            raise ValueError("only parameters in a form draw by a seed; pass form, or leave seed out")
     for name, factor in (("inv_scale", request.inv_scale), ("clip", request.clip)):
         if factor is not None:
             checks.number(name, factor)
@@ -275,6 +206,12 @@ def _cast_as(low: Tree, params: Tree) -> Tree:
     return tree.map(lambda cast, param: None if cast is None else param.to(cast.dtype), low, params)
 
 
+def _replaced(old: Tree, new: Tree, done: Tree) -> Tree:
+    """Puts the new leaves in place of the old ones where they are among those of another tree."""
+    leaves = {id(leaf) for leaf in tree.leaves(done)}
+    return tree.map(lambda before, after: after if id(after) in leaves else before, old, new)
+
+
 def _scaled(grads: Tree, factor: torch.Tensor | float) -> Tree:
     def scale(grad: Any) -> Any:
         if not isinstance(grad, torch.Tensor):
@@ -283,55 +220,3 @@ def _scaled(grads: Tree, factor: torch.Tensor | float) -> Tree:
         return wide * in_dtype(factor, wide.dtype)
 
     return tree.map(scale, grads)
-
-
-def _check_shapes(grads: Tree, grad_leaves: list[Any], columns: list[list[Any]]) -> None:
-    # A kernel reads and writes as many numbers as the parameter has, wherever they lie.
-    for index, (grad, param, *moments) in enumerate(zip(grad_leaves, *columns, strict=True)):
-        if grad is None:
-            continue
-        for what, other in (("gradient", grad), *(("moment", moment) for moment in moments)):
-            if not isinstance(other, torch.Tensor) or other.shape != param.shape:
-                raise ValueError(
-                    f"{tree.paths(grads)[index] or 'params'}: the {what} is {tree.describe(other)}, the parameter "
-                    f"{tree.describe(param)}; both must have one shape"
-                )
-
-
-def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool) -> list[torch.Tensor]:
-    # A kernel sees memory, not strides: entries must neither overlap nor leave gaps. A copy never does.
-    if params[0].dtype != dtype:
-        params, donate = [param.to(dtype) for param in params], True
-    if donate and _are_contiguous(params):
-        return params
-    return [param if donate and _is_dense(param) else _copy(param) for param in params]
-
-
-def _are_contiguous(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(map(torch.Tensor.is_contiguous, tensors))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _laid_out_as(params: list[torch.Tensor], others: list[torch.Tensor], donate: bool) -> list[torch.Tensor]:
-    if donate and {params[0].dtype}.issuperset(map(_DTYPE, others)) and _are_contiguous(chain(params, others)):
-        return others
-    return [
-        other
-        if donate and other.dtype == param.dtype and other.stride() == param.stride()
-        else torch.empty_like(param).copy_(other)
-        for param, other in zip(params, others, strict=True)
-    ]
-
-
-def _narrowed(new: list[torch.Tensor], old: list[torch.Tensor], finite: torch.Tensor | None) -> list[torch.Tensor]:
-    if new[0].dtype == old[0].dtype:
-        return new
-    narrow = [leaf.to(old[0].dtype) for leaf in new]
-    return narrow if finite is None else [torch.where(finite, *pair) for pair in zip(narrow, old, strict=True)]

@@ -1,15 +1,19 @@
 """Whole trees for the CUDA kernels of an optimizer: all leaves in one launch, or one for each pair of dtypes."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
-from fmp import tree
+from fmp import random, tree
 from fmp.kernels import trust
 from fmp.kernels.eligible import are_alike, are_memory, are_plain
+from fmp.kernels.tables import upload
+from fmp.master.seeds import name_of, word_of
 from fmp.optim import checks
 from fmp.optim.aliasing import PLAIN, shares_memory
 from fmp.optim.base import Scalar
@@ -25,10 +29,10 @@ class Leaves(NamedTuple):
     Attributes:
         indices: The places of the leaves in the tree.
         gradients: Their gradients, still scaled.
-        params: The parameters, f32, to be overwritten.
+        params: The parameters, f32 or in a form, to be overwritten.
         moments: For each tree of moments the tensors, f32, to be overwritten.
-        low: The casts, to be overwritten; None for none.
-        factors: The keywords of a kernel of `fmp.kernels` scale, clip and finite, each on the device or None.
+        low: The casts, or what the form keeps beside the parameters, to be overwritten; None for none.
+        options: The keywords of a kernel of `fmp.kernels` scale, clip, finite, form and seeds.
     """
 
     indices: list[int]
@@ -36,7 +40,27 @@ class Leaves(NamedTuple):
     params: list[Tensor]
     moments: tuple[list[Tensor], ...]
     low: list[Tensor | None]
-    factors: dict[str, Any]
+    options: dict[str, Any]
+
+
+class _Part(NamedTuple):
+    """Leaves that go into one launch, as they are given.
+
+    Attributes:
+        form: The form of the parameters; None for float32.
+        indices: The places of the leaves in the tree.
+        gradients: Their gradients.
+        own: Columns of parameters and of moments.
+        low: What is beside the parameters.
+        pairs: Of what is beside them that which there is, and the parameters that it belongs to.
+    """
+
+    form: str | None
+    indices: list[int]
+    gradients: list[Any]
+    own: list[list[Any]]
+    low: list[Any]
+    pairs: tuple[list[Any], list[Any]]
 
 
 def in_one_launch(
@@ -69,35 +93,39 @@ def in_one_launch(
     grad_leaves, spec = tree.flatten(grads)
     due = [index for index, grad in enumerate(grad_leaves) if grad is not None]
     columns = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
-    low: list[Any] = [None] * len(grad_leaves) if request.low is None else list(spec.flatten_up_to(request.low))
-    gradients, own_low = _chosen(grad_leaves, due), _chosen(low, due)
-    own = [_chosen(column, due) for column in columns]
-    places = [place for place, cast in enumerate(own_low) if cast is not None]
-    casts, their_params = _chosen(own_low, places), _chosen(own[0], places)
-    if not _fit(gradients, own, casts, their_params):
+    has_low = request.low is not None or request.form is not None
+    low: list[Any] = list(spec.flatten_up_to(cast(Any, request.low))) if has_low else [None] * len(grad_leaves)
+    parts = [
+        _part(form, indices, grad_leaves, columns, low)
+        for form, indices in _by_form(request.form, due, columns[0], low)
+    ]
+    if not parts or not all(_fits(part, request) for part in parts):
         return None
-    device = own[0][0].device
-    factors = {
-        "scale": _on_device(request.inv_scale, device),
-        "clip": _on_device(request.clip, device),
-        "finite": request.finite,
-    }
-    read = [*gradients, *counts, *[factor for factor in factors.values() if factor is not None]]
-    if not are_plain([*chain.from_iterable(own), *read, *casts]) or not are_memory(_tensors(numbers)):
+    device = parts[0].own[0][0].device
+    scale, clip = _on_device(request.inv_scale, device), _on_device(request.clip, device)
+    factors = {"scale": scale, "clip": clip, "finite": request.finite}
+    read = [*_chosen(grad_leaves, due), *counts, *[factor for factor in factors.values() if factor is not None]]
+    elsewhere = _tensors([*numbers, request.seed])
+    written = chain.from_iterable([[*chain.from_iterable(part.own), *part.pairs[0]] for part in parts])
+    if not are_plain([*written, *read]) or not are_memory(elsewhere):
         return None
-    if not are_alike(own) or not are_alike([their_params, casts]) or not trust.agrees(kernel, device):
+    if not all(are_alike(part.own) and are_alike(part.pairs) for part in parts):
         return None
-    gradients = _laid_out_as(own[0], gradients)
-    if not request.donate or shares_memory(chain(*columns, low), chain(read, _tensors(numbers))):
-        own = [_copies(column) for column in own]
-        for place, cast in zip(places, _copies(casts), strict=True):
-            own_low[place] = cast
-    launch(Leaves(due, gradients, own[0], tuple(own[1:]), own_low, factors))
-    for column, leaves in zip((*columns, low), (*own, own_low), strict=True):
-        for index, leaf in zip(due, leaves, strict=True):
-            column[index] = leaf
+    if not all(trust.agrees(kernel if part.form is None else f"{kernel}_{part.form}", device) for part in parts):
+        return None
+    if not request.donate or shares_memory(chain(*columns, low), chain(read, elsewhere)):
+        parts = [part._replace(own=list(map(_copies, part.own)), low=_copies(part.low)) for part in parts]
+    for part in parts:
+        options: dict[str, Any] = factors if part.form is None else {**factors, "form": part.form}
+        if part.form == "stochastic":
+            options["seeds"] = _seeds(request.seed, _chosen(spec.paths(), part.indices), device)
+        gradients = _laid_out_as(part.own[0], part.gradients)
+        launch(Leaves(part.indices, gradients, part.own[0], tuple(part.own[1:]), part.low, options))
+        for column, leaves in zip((*columns, low), (*part.own, part.low), strict=True):
+            for index, leaf in zip(part.indices, leaves, strict=True):
+                column[index] = leaf
     new_params, *new_moments = [tree.unflatten(spec, column) for column in columns]
-    return new_params, None if request.low is None else tree.unflatten(spec, low), *new_moments
+    return new_params, tree.unflatten(spec, low) if has_low else None, *new_moments
 
 
 def as_rows(row: Sequence[Scalar], like: torch.Tensor) -> torch.Tensor:
@@ -118,23 +146,62 @@ def as_rows(row: Sequence[Scalar], like: torch.Tensor) -> torch.Tensor:
     return torch.stack([_column(value, like) for value in row], dim=1)
 
 
+_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+_GRADIENTS = frozenset([_F32, _F16, _BF16])
+# By the form, the dtypes of parameters and of what is beside them.
+_STORED = {
+    None: (frozenset([_F32]), frozenset([_F16, _BF16])),
+    "remainder": (frozenset([_BF16]), frozenset([torch.int16])),
+    "stochastic": (frozenset([_F16, _BF16]), frozenset()),
+}
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
-_GRADIENTS = frozenset([torch.float32, torch.float16, torch.bfloat16])
-_CASTS = frozenset([torch.float16, torch.bfloat16])
+_known_word = lru_cache(maxsize=2**14)(word_of)
 
 
-def _fit(gradients: list[Any], own: list[list[Any]], casts: list[Any], their_params: list[Any]) -> bool:
+def _by_form(form: str | None, due: list[int], params: list[Any], low: list[Any]) -> list[tuple[str | None, list[int]]]:
+    """Says which leaves go into which launch: those in the form, and those that stand for themselves."""
+    if form is None:
+        return [(None, due)] if due else []
+    plain = [index for index in due if low[index] is None and getattr(params[index], "dtype", None) == _F32]
+    found = [(form, sorted({*due} - {*plain})), (None, plain)]
+    return [(name, indices) for name, indices in found if indices]
+
+
+def _part(form: str | None, indices: list[int], grads: list[Any], columns: list[list[Any]], low: list[Any]) -> _Part:
+    own, own_low = [_chosen(column, indices) for column in columns], _chosen(low, indices)
+    places = [place for place, beside in enumerate(own_low) if beside is not None]
+    pairs = _chosen(own_low, places), _chosen(own[0], places)
+    return _Part(form, indices, _chosen(grads, indices), own, own_low, pairs)
+
+
+def _fits(part: _Part, request: Request) -> bool:
     """Says whether these are tensors of the dtypes that kernels take, and those of each row of one shape."""
-    if not own[0] or not PLAIN.issuperset(map(type, chain(gradients, *own, casts))):
+    if part.form not in _STORED:
         return False
-    if not _GRADIENTS.issuperset(map(_DTYPE, gradients)) or not _CASTS.issuperset(map(_DTYPE, casts)):
+    (params, *moments), (beside, their_params) = part.own, part.pairs
+    if not PLAIN.issuperset(map(type, chain(part.gradients, *part.own, beside))):
         return False
-    if not {torch.float32}.issuperset(map(_DTYPE, chain.from_iterable(own))):
+    of_params, of_beside = _STORED[part.form]
+    if not _GRADIENTS.issuperset(map(_DTYPE, part.gradients)) or not of_params.issuperset(map(_DTYPE, params)):
         return False
-    shapes = list(map(_SHAPE, own[0]))
-    if any(list(map(_SHAPE, column)) != shapes for column in (gradients, *own[1:])):
+    if not of_beside.issuperset(map(_DTYPE, beside)) or not {_F32}.issuperset(map(_DTYPE, chain(*moments))):
         return False
-    return list(map(_SHAPE, casts)) == list(map(_SHAPE, their_params))
+    if part.form == "remainder" and len(beside) < len(params):
+        return False
+    # A number draws by its place in the tensor, and the kernel sees its place in memory.
+    if part.form == "stochastic" and (request.seed is None or not all(map(Tensor.is_contiguous, params))):
+        return False
+    shapes = list(map(_SHAPE, params))
+    if any(list(map(_SHAPE, column)) != shapes for column in (part.gradients, *moments)):
+        return False
+    return list(map(_SHAPE, beside)) == list(map(_SHAPE, their_params))
+
+
+def _seeds(seed: Any, paths: list[tuple[Any, ...]], device: torch.device) -> Tensor:
+    """Derives the seeds of many leaves, i64[n]: those that `fmp.master.split` derives one by one."""
+    words = np.array([_known_word(name_of(path)) for path in paths], np.int64)
+    table = upload(words, (), 1, device)
+    return random.fold_in(random.as_seed(seed, device), table.rows.view(torch.int64))
 
 
 def _chosen(items: Sequence[Any], places: list[int]) -> list[Any]:
@@ -160,8 +227,8 @@ def _laid_out_as(params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
+def _copies(tensors: list[Any]) -> list[Any]:
+    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
 def _column(value: Scalar, like: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
-from fmp.optim.fused import Launch, Request, check_numbers, counted, one_pass, overwrite, stacked
+from fmp.optim.fused import Request, check_numbers, counted, one_pass, stacked
 from fmp.optim.one_launch import Leaves, as_rows, in_one_launch
+from fmp.optim.torch_kernel import Launch, overwrite
 
 Tree = Any
 
@@ -168,7 +169,7 @@ def sgd(
                 on.low,
                 flags=[flag] * len(on.params),
                 coefficients=rows,
-                **on.factors,
+                **on.options,
             )
 
         totals = () if momentum is None else (state.momentum,)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import master, tree
 from fmp.dtypes import full_precision, is_castable, short_name
 from fmp.optim import apply_updates
 from fmp.testing.bits import assert_close, assert_same_bits, assert_same_kind, snapshot
@@ -55,6 +55,8 @@ def fused_means_update(case: Case) -> None:
             assert_same_bits((found, found_state), (before[2], before[1]), f"the result of a skipped fused {what}")
             assert_same_bits(low, None, f"`low` without a cast_dtype {what}")
             _keeps_casts(fused, before, donate, what)
+            for form in [form for form in master.FORMS if dtype in master.FORMS[form].dtypes]:
+                _means_it_in_form(fused, before, donate, form, f"in the form {form!r} {what}")
 
 
 def _keeps_casts(fused: Callable[..., Any], before: Tree, donate: bool, what: str) -> None:
@@ -67,6 +69,23 @@ def _keeps_casts(fused: Callable[..., Any], before: Tree, donate: bool, what: st
         assert_same_bits(low, expected, f"the casts that fused keeps {what}")
         if not donate:
             assert_same_bits(given, casts, f"the casts that fused was given {what}")
+
+
+def _means_it_in_form(fused: Callable[..., Any], before: Tree, donate: bool, form: str, what: str) -> None:
+    """Parameters in a form get the update of the numbers that they stand for, taken apart again."""
+    stored, masters = before[2], master.init(before[2], form=form)
+    seed = torch.tensor(5) if master.FORMS[form].takes_seed else None
+    options = {"inv_scale": torch.tensor(0.5), "clip": None, "cast_dtype": None, "donate": donate}
+    full = snapshot(master.merge(stored, masters, form=form))
+    full, _, state = fused(*snapshot(before[:2]), full, **options, finite=None)
+    expected = *master.split(full, stored, masters, form=form, seed=seed), state
+    for finite, wanted in ((True, expected), (False, (stored, masters, before[1]))):
+        grads, given_state, params, low = given = snapshot((*before, masters))
+        options |= {"low": low, "form": form, "seed": seed, "finite": torch.tensor(finite)}
+        found = fused(grads, given_state, params, **options)
+        assert_same_bits(found, wanted, f"the result of fused {'' if finite else 'that skips '}{what}")
+        if not donate:
+            assert_same_bits(given, (*before, masters), f"what fused was given {what}")
 
 
 def _cast(grad: Any, cast: Any, new: Any) -> Any:

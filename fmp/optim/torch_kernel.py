@@ -1,0 +1,182 @@
+"""Whole trees for torch's fused kernels, which overwrite lists of tensors of one device and dtype."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from fmp import _compat, tree
+from fmp.dtypes import full_precision
+from fmp.optim import checks
+from fmp.optim.aliasing import PLAIN, overlap, shares_memory
+from fmp.optim.base import check_trainable
+
+Tree = Any
+
+
+class Launch(NamedTuple):
+    """What one launch of a kernel works on: leaves of one device and dtype, each in the same layout as its moments.
+
+    Attributes:
+        indices: The places of the leaves in the tree.
+        params: The parameters, to be overwritten.
+        grads: Their gradients.
+        moments: For each tree of moments the tensors, to be overwritten.
+        skip: f32[], 1 where everything must stay as it is, else 0; None for never.
+    """
+
+    indices: list[int]
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    moments: tuple[list[torch.Tensor], ...]
+    skip: torch.Tensor | None
+
+
+def overwrite(
+    kernel: Callable[..., None],
+    grads: Tree,
+    params: Tree,
+    *moments: Tree,
+    others: Sequence[Any] = (),
+    kinds: Sequence[Hashable] | None = None,
+    finite: torch.Tensor | None,
+    donate: bool,
+) -> tuple[Tree, ...] | None:
+    """Runs a kernel over whole trees of plain tensors, with one launch for each device, dtype and kind.
+
+    Args:
+        kernel: `kernel(launch)`, or `kernel(launch, kind)` if there are kinds; see `Launch`.
+        grads: The gradients. Where one is None, the leaf is left out.
+        params: The parameters. One narrower than float32 is computed on in float32, and rounded once at the end.
+        *moments: Trees of moments, which have the dtype in which parameters are computed on.
+        others: What else the kernel reads, such as the learning rate.
+        kinds: For each leaf, what may differ between launches.
+        finite: bool[], false where nothing may change; None for always true.
+        donate: Whether the kernel may overwrite parameters and moments; otherwise it gets copies. Those that share
+            memory with one another are always copied.
+
+    Returns:
+        The new parameters, then the new trees of moments; or None, with nothing done, if a kernel cannot read and write
+        the tensors without anyone but us noticing.
+
+    Raises:
+        TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex.
+        ValueError: If a gradient or a moment has not the shape of its parameter, or the trees differ in structure.
+    """
+    checks.params_match(grads, params)
+    # Whatever is asked of every leaf is asked by functions that loop in C: loops in Python would outlast the kernel.
+    grad_leaves, spec = tree.flatten(grads)
+    new_columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
+    due = [index for index, grad in enumerate(grad_leaves) if grad is not None]
+    columns = [_chosen(column, due) for column in (grad_leaves, *new_columns)]
+    if any(type(None) in set(map(type, column)) for column in columns):
+        _check_shapes(grads, grad_leaves, new_columns)
+    everything = list(chain.from_iterable(columns))
+    others = [other for other in others if isinstance(other, torch.Tensor)]
+    if not _are_plain(everything, others):
+        return None
+    dtypes = list(map(_DTYPE, columns[1]))
+    if not all(dtype.is_floating_point for dtype in set(dtypes)) or any(map(torch.is_complex, columns[0])):
+        check_trainable(grads, grad_leaves, new_columns[0])
+    grad_shapes, *shapes = [list(map(_SHAPE, column)) for column in columns]
+    if any(found != grad_shapes for found in shapes):
+        _check_shapes(grads, grad_leaves, new_columns)
+    if donate:
+        written, read = list(chain.from_iterable(new_columns)), [*columns[0], *others]
+        # If all leaves are due, they have been looked at.
+        donate = not (overlap if len(due) == len(grad_leaves) else shares_memory)(written, read)
+
+    groups: dict[Any, list[int]] = {}
+    kinds_due = [()] * len(due) if kinds is None else [(kinds[index],) for index in due]
+    for place, key in enumerate(zip(map(_DEVICE, columns[1]), dtypes, kinds_due, strict=True)):
+        groups.setdefault(key, []).append(place)
+    for (device, dtype, kind), places in groups.items():
+        its_grads, old, *its_moments = [_chosen(column, places) for column in columns]
+        new = _writable(old, full_precision(dtype), donate)
+        launch = Launch(
+            _chosen(due, places),
+            new,
+            _laid_out_as(new, its_grads, donate=True),
+            tuple([_laid_out_as(new, moment, donate) for moment in its_moments]),
+            skip=None if finite is None else (~finite).to(device, torch.float32),
+        )
+        kernel(launch, *kind)
+        for column, leaves in zip(new_columns, (_narrowed(new, old, finite), *launch.moments), strict=True):
+            for index, leaf in zip(launch.indices, leaves, strict=True):
+                column[index] = leaf
+    return tuple(tree.unflatten(spec, column) for column in new_columns)
+
+
+_DTYPE, _SHAPE, _DEVICE = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
+_LAYOUT, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("requires_grad")
+_IS_CPU = attrgetter("is_cpu")
+
+
+def _are_plain(tensors: list[Any], others: list[torch.Tensor]) -> bool:
+    if not PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
+        return False
+    if not all(map(_IS_CPU, tensors)) and not {"cpu", "cuda"} >= {device.type for device in map(_DEVICE, tensors)}:
+        return False
+    if any(map(torch.Tensor.is_neg, tensors)) or any(map(_compat.is_zero_tensor, tensors)):
+        return False
+    if not PLAIN.issuperset(map(type, others)):
+        return False
+    return not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, chain(tensors, others)))
+
+
+def _chosen(items: list[Any], places: list[int]) -> list[Any]:
+    return list(items) if len(places) == len(items) else [items[place] for place in places]
+
+
+def _check_shapes(grads: Tree, grad_leaves: list[Any], columns: list[list[Any]]) -> None:
+    # A kernel reads and writes as many numbers as the parameter has, wherever they lie.
+    for index, (grad, param, *moments) in enumerate(zip(grad_leaves, *columns, strict=True)):
+        if grad is None:
+            continue
+        for what, other in (("gradient", grad), *(("moment", moment) for moment in moments)):
+            if not isinstance(other, torch.Tensor) or other.shape != param.shape:
+                raise ValueError(
+                    f"{tree.paths(grads)[index] or 'params'}: the {what} is {tree.describe(other)}, the parameter "
+                    f"{tree.describe(param)}; both must have one shape"
+                )
+
+
+def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool) -> list[torch.Tensor]:
+    # A kernel sees memory, not strides: entries must neither overlap nor leave gaps. A copy never does.
+    if params[0].dtype != dtype:
+        params, donate = [param.to(dtype) for param in params], True
+    if donate and _are_contiguous(params):
+        return params
+    return [param if donate and _is_dense(param) else _copy(param) for param in params]
+
+
+def _are_contiguous(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(map(torch.Tensor.is_contiguous, tensors))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _laid_out_as(params: list[torch.Tensor], others: list[torch.Tensor], donate: bool) -> list[torch.Tensor]:
+    if donate and {params[0].dtype}.issuperset(map(_DTYPE, others)) and _are_contiguous(chain(params, others)):
+        return others
+    return [
+        other
+        if donate and other.dtype == param.dtype and other.stride() == param.stride()
+        else torch.empty_like(param).copy_(other)
+        for param, other in zip(params, others, strict=True)
+    ]
+
+
+def _narrowed(new: list[torch.Tensor], old: list[torch.Tensor], finite: torch.Tensor | None) -> list[torch.Tensor]:
+    if new[0].dtype == old[0].dtype:
+        return new
+    narrow = [leaf.to(old[0].dtype) for leaf in new]
+    return narrow if finite is None else [torch.where(finite, *pair) for pair in zip(narrow, old, strict=True)]

@@ -1,16 +1,21 @@
 """`fmp.numerics.compare`: the same step computed in two ways, by leaf, and the op at which the two part."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fmp import _compat, master, tree
+from fmp import _compat, tree
 from fmp.live_memory import uncompiled
-from fmp.numerics.differences import LeafDifference, leaf_difference
+from fmp.numerics.differences import LeafDifference, value_difference
+from fmp.numerics.fitted import accumulation, fitted_state, full_weights
+from fmp.numerics.history import History
+from fmp.numerics.keeping import copied_states, keeping
+from fmp.numerics.named import leaves_of, named_tensors, random_generators
 from fmp.numerics.op_sequence import OpSequence, Parting, RanOp, parting
+from fmp.numerics.record import Recorded
 from fmp.step import Metrics, TrainState, TrainStep
 
 Tree = Any
@@ -30,6 +35,7 @@ class Comparison:
         only_in_a: The paths of what only the first returned, or in another shape.
         only_in_b: The paths of what only the second returned.
         op_counts: How many ops each ran, without casts.
+        not_compared: The paths of what both returned and nobody can compare, such as an object of a class of your own.
     """
 
     leaves: tuple[LeafDifference, ...]
@@ -37,11 +43,13 @@ class Comparison:
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
     op_counts: tuple[int, int]
+    not_compared: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
-        """Whether both returned the same leaves with the same numbers."""
-        return not (self.only_in_a or self.only_in_b) and all(leaf.is_equal for leaf in self.leaves)
+        """Whether both returned the same leaves with the same numbers; not if there is one that was not compared."""
+        is_whole = not (self.only_in_a or self.only_in_b or self.not_compared)
+        return is_whole and all(leaf.is_equal for leaf in self.leaves)
 
     def __getitem__(self, path: str) -> LeafDifference:
         """Returns the difference at a path."""
@@ -57,10 +65,11 @@ class Comparison:
             lines += _table(different[:_ROWS])
         if len(different) > _ROWS:
             lines.append(f"and {len(different) - _ROWS} more, with smaller errors")
-        for name, paths in (("a", self.only_in_a), ("b", self.only_in_b)):
+        others = (("only in a", self.only_in_a), ("only in b", self.only_in_b), ("not compared", self.not_compared))
+        for name, paths in others:
             if paths:
                 shown = ", ".join(paths[:_ROWS]) + (", ..." if len(paths) > _ROWS else "")
-                lines.append(f"only in {name}: {shown}")
+                lines.append(f"{name}: {shown}")
         ops = f"{self.op_counts[0]} and {self.op_counts[1]} ops"
         lines.append(f"{ops}: {self.parting}" if self.parting else f"{ops}, which do not part")
         return "\n".join(lines)
@@ -83,16 +92,21 @@ def compare(
         state_b = step_b.init(full, buffers=state.buffers, seed=state.seed)
         each leaf of counts, optimizer state, moving average and loss scale that both have, is cast and carried over
 
-    If both states have the same structure and dtypes, it gets that of the first. Two plain functions get the same
-    arguments, which they must not change. Random numbers are the same for both.
+    If both states have the same structure and dtypes, it gets that of the first. Two steps that `fmp.numerics.record`
+    made are compared as the steps in them. Two other functions get the same arguments, which they must not change (but
+    copies of train states and histories, which they may donate). Random numbers are the same for both: those of torch,
+    and of each `torch.Generator` among the arguments and in what the functions close over.
 
     Compared by path are, for steps: `params`; `master`, the weights in full precision, whether they are kept or not;
     `update`, what was added to those; `opt_state`, `buffers`, `ema`, `loss_scale`, `metrics` and the counts. For
-    functions, what they return, below `result`.
+    functions, what they return, below `result`: tensors, numbers and what says by == whether it is equal, in trees,
+    mappings, dataclasses and lists. The paths of anything else are listed as not compared.
 
     The ops of both are paired by name, shape and order, forward and backward, without casts and copies, and without
     what is recomputed. Their results are compared up to the factor between the two loss scales. What the first op
-    returned is kept until the end, up to 16,384 entries of a result, evenly spaced.
+    returned is kept until the end, up to 16,384 entries of a result, evenly spaced. Left out is what a step chooses
+    between to skip itself, what only measures it, and of two steps that accumulate over different numbers of
+    microbatches all up to the gradients.
 
     Args:
         step_a: A step or function; differences are relative to what it computes. If it is compiled, it runs eagerly;
@@ -108,7 +122,7 @@ def compare(
 
     Raises:
         RuntimeError: Inside of a torch.func transform.
-        ValueError: If the tolerance is negative.
+        ValueError: If the tolerance is negative, or the first step cannot use the state, naming the leaf.
 
     Example:
         >>> def loss_fn(params, x):
@@ -126,79 +140,62 @@ def compare(
         raise RuntimeError("compare watches two whole calls; call it outside of torch.func transforms")
     if tolerance is not None and not tolerance >= 0.0:
         raise ValueError(f"tolerance must be a relative difference, at least 0, got {tolerance!r}")
-    step_a, step_b = _keeping(step_a), _keeping(step_b)
+    step_a, step_b = keeping(step_a), keeping(step_b)
+    if isinstance(step_a, Recorded) and isinstance(step_b, Recorded) and _is_carry(args):
+        step_a, step_b, args = step_a.step, step_b.step, (args[0][0], *args[1:])
     args_b = args
     if isinstance(step_a, TrainStep) and isinstance(step_b, TrainStep) and args and isinstance(args[0], TrainState):
-        args_b = (_fitted(step_a, step_b, args[0]), *args[1:])
-    with torch.random.fork_rng(_cuda_devices((args, kwargs))):
-        result_a, ops_a = _recorded(step_a, args, kwargs)
-    result_b, ops_b = _recorded(step_b, args_b, kwargs)
+        args_b = (fitted_state(step_a, step_b, args[0]), *args[1:])
+    generators = [each for step in (step_a, step_b) for each in random_generators(step, args, kwargs)]
+    with_losses = accumulation(step_a) == accumulation(step_b)
+    before = [generator.get_state() for generator in generators]
+    devices = {device for step in (step_a, step_b) for device in _cuda_devices(step, args, kwargs)}
+    with torch.random.fork_rng(sorted(devices)):
+        result_a, ops_a = _recorded(step_a, args, kwargs, with_losses=with_losses)
+    for generator, state in zip(generators, before, strict=True):
+        generator.set_state(state)
+    result_b, ops_b = _recorded(step_b, args_b, kwargs, with_losses=with_losses)
     leaves_a = dict(_named(step_a, args, result_a))
     leaves_b = dict(_named(step_b, args_b, result_b))
-    both = [path for path, leaf in leaves_a.items() if path in leaves_b and leaf.shape == leaves_b[path].shape]
+    both = [path for path, leaf in leaves_a.items() if path in leaves_b and _shape(leaf) == _shape(leaves_b[path])]
+    found = [(path, value_difference(path, leaves_a[path], leaves_b[path])) for path in both]
     return Comparison(
-        leaves=tuple(leaf_difference(path, leaves_a[path], leaves_b[path]) for path in both),
+        leaves=tuple(difference for _, difference in found if difference is not None),
         parting=parting(ops_a, ops_b, tolerance=tolerance, factors=_factors(result_a, result_b)),
         only_in_a=tuple(path for path in leaves_a if path not in both),
         only_in_b=tuple(path for path in leaves_b if path not in both),
         op_counts=(len(ops_a), len(ops_b)),
+        not_compared=tuple(path for path, difference in found if difference is None),
     )
 
 
-def _keeping(step: Callable[..., Any]) -> Callable[..., Any]:
-    return replace(step, donate=False) if isinstance(step, TrainStep) else step
+def _is_carry(args: tuple[Any, ...]) -> bool:
+    carry = args[0] if args else None
+    return isinstance(carry, tuple) and len(carry) == 2 and isinstance(carry[1], History)
 
 
-def _recorded(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[RanOp]]:
-    sequence = OpSequence(_recorded.__code__)
+def _recorded(fn: Callable[..., Any], args: Any, kwargs: Any, *, with_losses: bool) -> tuple[Any, list[RanOp]]:
+    args, kwargs = copied_states(fn, (args, kwargs))
+    sequence = OpSequence(_recorded.__code__, with_losses=with_losses)
     with uncompiled(), torch.autograd.set_multithreading_enabled(False), sequence:
         result = fn(*args, **kwargs)
     return result, sequence.ops
 
 
-def _fitted(step_a: TrainStep, step_b: TrainStep, state: TrainState) -> TrainState:
-    """Makes a state for the second step with the values of one of the first."""
-    fresh = step_b.init(_full(step_a, state), buffers=state.buffers, seed=state.seed)
-    if step_a.config.master_form == step_b.config.master_form and _same_kind(fresh, state):
-        return state
-    carried = ("step", "opt_state", "ema", "skip_count", "loss_scale")
-    values = {part: _carried(getattr(state, part), getattr(fresh, part)) for part in carried}
-    if type(state.loss_scale) is not type(fresh.loss_scale):
-        values["loss_scale"] = fresh.loss_scale
-    return tree.replace(fresh, **values)
+def _shape(value: Any) -> object:
+    return value.shape if isinstance(value, Tensor) else ()
 
 
-def _same_kind(a: Tree, b: Tree) -> bool:
-    kinds = [[leaf is not None and (leaf.dtype, leaf.shape) for leaf in tree.leaves(each)] for each in (a, b)]
-    return tree.structure(a) == tree.structure(b) and kinds[0] == kinds[1]
-
-
-def _carried(old: Tree, new: Tree) -> Tree:
-    values = dict(tree.items(old))
-
-    def carry(path: str, leaf: Any) -> Any:
-        value = values.get(path)
-        if isinstance(value, Tensor) and isinstance(leaf, Tensor) and value.shape == leaf.shape:
-            return value.to(leaf.dtype, copy=True)
-        return leaf
-
-    return tree.map_with_path(carry, new)
-
-
-def _full(step: TrainStep, state: TrainState) -> Tree:
-    return master.merge(state.params, state.master, form=step.config.master_form)
-
-
-def _named(step: Callable[..., Any], args: Any, result: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields what a call returned, by path."""
+def _named(step: Callable[..., Any], args: Any, result: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a call returned, by path; a path that two leaves have gets numbers."""
     parts: Any = {"result": result}
     if isinstance(step, TrainStep):
         state, metrics = result
-        full = _full(step, state)
+        full = full_weights(step, state)
         parts = {
             "params": state.params,
             "master": full,
-            "update": tree.map(_added, full, _full(step, args[0])),
+            "update": tree.map(_added, full, full_weights(step, args[0])),
             "opt_state": state.opt_state,
             "buffers": state.buffers,
             "ema": state.ema,
@@ -207,10 +204,11 @@ def _named(step: Callable[..., Any], args: Any, result: Any) -> Iterator[tuple[s
             "skip_count": state.skip_count,
             "metrics": metrics,
         }
-    for name, part in parts.items():
-        for path, leaf in tree.items(part):
-            if isinstance(leaf, Tensor):
-                yield f"{name}/{path}" if path else name, leaf
+    taken: dict[str, int] = {}
+    for path, leaf in leaves_of(parts):
+        if leaf is not None:
+            taken[path] = taken.get(path, 0) + 1
+            yield path if taken[path] == 1 else f"{path} ({taken[path]})", leaf
 
 
 def _added(new: Any, old: Any) -> Any:
@@ -230,9 +228,9 @@ def _scales(result: Any) -> set[float]:
     return scales | {min(scale, _LARGEST_HALF_SCALE) for scale in scales}
 
 
-def _cuda_devices(values: Tree) -> list[int]:
-    devices = [leaf.device for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
-    return sorted({device.index or 0 for device in devices if device.type == "cuda"})
+def _cuda_devices(step: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
+    devices = [item.tensor.device for item in named_tensors(step, args, kwargs)]
+    return {device.index or 0 for device in devices if device.type == "cuda"}
 
 
 def _table(leaves: list[LeafDifference]) -> list[str]:

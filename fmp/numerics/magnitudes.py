@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from fmp import _compat, tree
 
@@ -68,6 +69,8 @@ def is_measurable(value: object) -> bool:
     """Says whether a value is a tensor with floating-point or complex numbers that can be read."""
     if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype.is_complex):
         return False
+    if is_lazy(value):
+        return False
     is_dense = value.layout in (torch.strided, torch.sparse_coo) and not value.is_nested
     if not is_dense or value.is_meta or value.dtype == torch.float4_e2m1fn_x2:
         return False
@@ -80,7 +83,7 @@ def measure(tensor: Tensor) -> Magnitude:
     Args:
         tensor: A measurable tensor, on any device.
     """
-    values = _values(tensor)
+    values = entries(tensor)
     low, high = torch.aminmax(values)
     low, high, smallest = torch.stack([low, high, torch.linalg.vector_norm(values, -math.inf)]).tolist()
     counts = (0, 0, 0)
@@ -93,8 +96,8 @@ def measure(tensor: Tensor) -> Magnitude:
     return Magnitude(tree.describe(tensor), tensor.dtype, smallest, largest, tensor.numel(), *counts)
 
 
-def _values(tensor: Tensor) -> Tensor:
-    """Returns the entries as real numbers of a format that torch can compare."""
+def entries(tensor: Tensor) -> Tensor:
+    """Returns the entries as real numbers of a format that torch can compare; a complex one has a dimension more."""
     values = _dense(tensor.detach())
     if values.dtype.is_complex:
         values = torch.view_as_real(values.resolve_conj())

@@ -62,8 +62,8 @@ class NonfiniteReport:
         begun_with: The leaves that were not finite to begin with, each with what it held.
         left_out: Where there was an inf or NaN earlier, which other ops left out, as `torch.where` and `tanh` do.
         ops_before: The ops that ran last before this one, the latest last.
-        reached_result: Whether the inf or NaN reached what the function returned, a `.grad`, or a value that no other
-            op took, such as the loss of a function that returns gradients.
+        reached_result: Whether the inf or NaN reached what the function returned, a `.grad` that it wrote, or a value
+            that no other op took, such as the loss of a function that returns gradients.
         was_compiled: Whether the function is a compiled one, which was run eagerly instead.
         error: What the function raised afterwards, if it did.
     """

@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from fmp import tree
 from fmp.numerics.differences import relative_difference
 from fmp.numerics.op_watch import Op, OpWatch
 from fmp.numerics.places import AGAIN, Place
+from fmp.step import initial
 
 # How many entries of a result are kept to be compared.
 SAMPLE = 2**14
@@ -21,6 +24,7 @@ _EPS_ALLOWED = 16
 _REACH = 512
 _SHOWN = 8
 
+_ADVANCE = os.path.join(os.path.dirname(initial.__file__), "advance.py")
 # What does not compute: casts, copies, and what makes numbers out of nothing. Policies differ in these.
 _COPIES = ("_to_copy", "copy_", "clone", "lift_fresh", "_unsafe_view", "view_copy", "alias_copy")
 _CREATES = ("empty", "zeros", "ones", "full", "new_", "scalar_tensor", "arange", "fill_", "zero_")
@@ -102,19 +106,31 @@ class Parting:
 class OpSequence(OpWatch):
     """Records the ops that run.
 
+    What fmp only measures is left out, and what it chooses between, to skip a step: a step does so for each leaf of the
+    state, masters among them, of which another one may have none.
+
+    Args:
+        outermost: The code of the function that calls what is watched.
+        with_losses: Whether to record what a train step computes up to its gradients, too.
+
     Attributes:
         ops: What was recorded, without casts and copies, and without what is recomputed.
     """
 
-    def __init__(self, outermost: CodeType):
+    def __init__(self, outermost: CodeType, *, with_losses: bool = True):
         super().__init__(outermost)
         self.ops: list[RanOp] = []
+        self._with_losses = with_losses
         self._eps = 0.0
 
     def saw(self, op: Op) -> None:
         """Records an op."""
+        if not op.outputs or op.place.is_measuring:
+            return
         self._eps = max([self._eps, *[torch.finfo(tensor.dtype).eps for tensor in op.outputs]])
         if op.name in _COPIES or op.name.startswith(_CREATES) or op.place.phase == AGAIN:
+            return
+        if op.place.is_selecting or not (self._with_losses or _is_after_gradients()):
             return
         described = ", ".join(tree.describe(tensor) for tensor in op.outputs)
         shapes = tuple(tensor.shape for tensor in (*op.inputs, *op.outputs))
@@ -143,7 +159,7 @@ def parting(
             continue
         allowed = _EPS_ALLOWED * max(a.eps, b.eps) if tolerance is None else tolerance
         apart = _apart(a, b, factors)
-        if apart > allowed:
+        if not apart <= allowed:
             lines = (str(a.place.line or ""), str(b.place.line or ""))
             module = a.place.line.module if a.place.line else ""
             described = (a.described, b.described)
@@ -192,6 +208,15 @@ def _skips(keys_a: list[int], keys_b: list[int], at_a: int, at_b: int) -> tuple[
 def _apart(a: RanOp, b: RanOp, factors: Iterable[float]) -> float:
     pairs = list(zip(a.samples, b.samples, strict=True))
     return min((max(relative_difference(*pair, factor) for pair in pairs) for factor in factors), default=math.inf)
+
+
+def _is_after_gradients() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_gradients" and frame.f_code.co_filename == _ADVANCE:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _sample(tensor: Tensor) -> Tensor:

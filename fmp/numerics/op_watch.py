@@ -1,7 +1,7 @@
 """A mode that shows each op, on plain tensors: below autograd, torch.func transforms, and what fmp puts in between."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmp.live_memory import Watch, storages
+from fmp import tree
+from fmp.live_memory import Memory, Watch
 from fmp.numerics.magnitudes import Magnitude, is_measurable, measure
 from fmp.numerics.places import Place, Places
 
@@ -21,11 +22,16 @@ class Op:
     Attributes:
         name: The operator without its namespace and overload, such as `mm`.
         place: Where it was called.
-        inputs: The tensors among its arguments.
+        inputs: The tensors among its arguments, without those that are only written into.
         numbers: The numbers among its arguments.
-        outputs: What it returned, as far as it holds floating-point or complex numbers.
-        overwritten: What was in the tensors that it wrote into, by their place among the inputs.
-        writes: Whether it writes into an input.
+        outputs: What it returned, and what it wrote into, as far as it holds floating-point or complex numbers.
+        others: What it returned or wrote into besides, such as indices.
+        overwritten: What was in the inputs that it wrote into, by their place among the inputs.
+        before: Copies of those of them that were not finite, likewise.
+        writes: Whether it writes into memory that was there before.
+        func: The operator.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
     """
 
     name: str
@@ -33,12 +39,26 @@ class Op:
     inputs: tuple[Tensor, ...]
     numbers: tuple[float, ...]
     outputs: tuple[Tensor, ...]
+    others: tuple[Tensor, ...] = ()
     overwritten: dict[int, Magnitude] = field(default_factory=dict)
+    before: dict[int, Tensor] = field(default_factory=dict)
     writes: bool = False
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def without_tensors(self) -> "Op":
+        """Returns it without what would keep memory alive."""
+        return Op(self.name, self.place, (), self.numbers, (), writes=self.writes)
+
+    def called_with(self, replaced: Callable[[Tensor], Tensor]) -> Any:
+        """Calls the operator again, with other tensors in place of those that hold numbers."""
+        args, kwargs = tree.map(lambda leaf: replaced(leaf) if is_measurable(leaf) else leaf, (self.args, self.kwargs))
+        return self.func(*args, **kwargs)
 
 
 class OpWatch(Watch):
-    """Shows each op that computes or copies numbers to `saw`; views are left out.
+    """Shows each op that computes or copies numbers, or looks at them, to `saw`; views are left out.
 
     Args:
         outermost: The code of the function that calls what is watched.
@@ -54,38 +74,43 @@ class OpWatch(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs an operator and shows it."""
-        values = (*args, *(kwargs or {}).values())
-        inputs = tuple(_of(Tensor, values))
+        kwargs = kwargs or {}
+        values = (*args, *kwargs.values())
         schema = getattr(func, "_schema", None)
         writes = schema is not None and schema.is_mutable
         # A mode of the user, such as a policy that casts, must not see what is measured here.
         with torch._C.DisableTorchFunction():
             place = self._places.here()
-            written = _written(schema, args, kwargs or {}) if writes else []
+            written, lost = _written(schema, args, kwargs) if writes else ([], [])
+            inputs = tuple([tensor for tensor in _of(Tensor, values) if not any(tensor is other for other in lost)])
             overwritten = {
                 index: measure(tensor)
                 for index, tensor in enumerate(inputs)
                 if is_measurable(tensor) and any(tensor is other for other in written)
             }
+            before = {index: inputs[index].clone() for index, held in overwritten.items() if not held.is_finite}
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if output is NotImplemented or is_view(func):
             return output
         with torch._C.DisableTorchFunction():
-            outputs = tuple(tensor for tensor in _of(Tensor, (output, written)) if is_measurable(tensor))
-            if outputs:
-                numbers = tuple(_of((int, float), values))
-                self.saw(Op(_name(func), place, inputs, numbers, _distinct(outputs), overwritten, writes))
+            returned = _distinct(tuple(_of(Tensor, (output, written))))
+            outputs = tuple([tensor for tensor in returned if is_measurable(tensor)])
+            others = tuple([tensor for tensor in returned if not is_measurable(tensor)])
+            numbers = tuple(_of((int, float), values))
+            op = Op(
+                _name(func), place, inputs, numbers, outputs, others, overwritten, before, writes, func, args, kwargs
+            )
+            self.saw(op)
+            if isinstance(output, float):
+                self.saw_number(op, output)
         return output
 
-    def origin(self, tensor: Tensor) -> Any:
-        """Returns what `note_origin` has noted last about the memory of a tensor; None without."""
-        memory = next((self.memories.get(storage._cdata) for storage in storages(tensor)), None)
-        return None if memory is None else memory.origin
+    def saw_number(self, op: Op, number: float) -> None:
+        """Takes note of a number that an op has handed to Python."""
 
-    def note_origin(self, tensor: Tensor, origin: Any) -> None:
-        """Notes something about the memory of a tensor, for as long as it lives."""
-        for storage in storages(tensor):
-            self._see(storage, is_new=False).origin = origin
+    def memory(self, storage: torch.UntypedStorage) -> Memory:
+        """Returns what is known about a storage."""
+        return self._see(storage, is_new=False)
 
 
 def is_view(func: Any) -> bool:
@@ -98,11 +123,18 @@ def is_view(func: Any) -> bool:
 _FRESH: Any = torch.ops.aten.lift_fresh.default  # shows a tensor that torch.tensor has just made
 
 
-def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Lists the tensors that an operator writes into."""
+# These do not read what they write over.
+_FILLS = ("copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "log_normal_")
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Lists the tensors that an operator writes into, and those of them that it does not read before."""
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
-    names = [item.name for item in schema.arguments if item.alias_info and item.alias_info.is_write]
-    return list(_of(Tensor, [given.get(name) for name in names]))
+    written = [item for item in schema.arguments if item.alias_info and item.alias_info.is_write]
+    is_fill = schema.name.removeprefix("aten::") in _FILLS
+    lost = [item for item in written if item.is_out or is_fill]
+    tensors, unread = [list(_of(Tensor, [given.get(item.name) for item in items])) for items in (written, lost)]
+    return tensors, unread
 
 
 def _of(kinds: Any, values: Any) -> Iterator[Any]:

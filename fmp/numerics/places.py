@@ -23,6 +23,7 @@ from torch import nn
 
 from fmp import _compat, dtypes
 from fmp._compat import ENGINE, next_number, running_node
+from fmp.tree import values
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -38,7 +39,12 @@ _LIBRARIES = (
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 _MODES = ("__torch_function__", "__torch_dispatch__")
 # What stands between an op and this file: a mode, and what keeps torch.compile out of it.
-_BEFORE = (_HERE, *[os.path.join(os.path.dirname(torch.__file__), name) for name in ("_compile.py", "_dynamo")])
+_WATCHING = ("op_", "nonfinite", "places", "magnitudes")
+_BEFORE = (
+    *[_HERE + name for name in _WATCHING],
+    *[os.path.join(os.path.dirname(torch.__file__), name) for name in ("_compile.py", "_dynamo")],
+)
+_VALUES = str(values.__file__)
 _RECOMPUTING = (os.path.join(_OURS, "rematerialization"), str(torch.utils.checkpoint.__file__))
 
 
@@ -84,12 +90,24 @@ class Place:
         line: The line of the op; in a backward pass, that of the forward op whose gradient is computed.
         inner: The line in a backward pass that the user wrote, such as that of a `torch.autograd.Function`, or None.
         node: The name of the node of autograd that ran, without what torch.func adds; empty in a forward pass.
+        caller: The function of fmp that called the op by itself; None if it was the user's code or a node of autograd.
     """
 
     phase: str
     line: Line | None
     inner: Line | None = None
     node: str = ""
+    caller: CodeType | None = None
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether fmp only measures something there, where NaN stands for what is not known."""
+        return self.caller is not None and self.caller.co_filename.startswith(_HERE)
+
+    @property
+    def is_selecting(self) -> bool:
+        """Whether fmp only chooses between two trees there, as a step does to skip."""
+        return self.caller is not None and self.caller.co_filename == _VALUES and self.caller.co_name == "choose"
 
 
 class Places:
@@ -109,11 +127,11 @@ class Places:
     def here(self) -> Place:
         """Finds the place of the op that a dispatch mode is being shown."""
         node = running_node()
-        line, applied, is_in_python, is_again = self._look(in_backward=node is not None)
+        line, applied, is_in_python, is_again, caller = self._look(in_backward=node is not None)
         if node is None:
-            place = Place(FORWARD, line)
+            place = Place(FORWARD, line, caller=caller)
         elif is_again:
-            place = Place(AGAIN, line)
+            place = Place(AGAIN, line, caller=caller)
         else:
             known = self._lines.get(_compat.recorded_at(node), line)
             place = Place(BACKWARD, known, line if is_in_python else None, _name(node))
@@ -124,18 +142,19 @@ class Places:
         self._first = following
         return place
 
-    def _look(self, *, in_backward: bool) -> tuple[Line | None, Line | None, bool, bool]:
+    def _look(self, *, in_backward: bool) -> tuple[Line | None, Line | None, bool, bool, CodeType | None]:
         """Looks up the stack.
 
         Returns:
             The line; the one that applied the torch.autograd.Function which it belongs to; whether a backward pass runs
-            the line; and whether that is a recomputation.
+            the line; whether that is a recomputation; and the function of fmp that called the op by itself.
         """
         found: FrameType | None = None
         applied: FrameType | None = None
         ours: FrameType | None = None
         nearest: FrameType | None = None
         is_in_function = is_below_ours = False
+        caller: CodeType | None = None
         modules: list[nn.Module] = []
         is_again = False
         for frame in self._frames():
@@ -143,7 +162,7 @@ class Places:
             if code is ENGINE and in_backward:
                 # A node made of C++ code: what is above called for the whole backward pass.
                 in_python = found is not None
-                return _line(found, modules), _line(applied, modules), in_python, in_python and is_again
+                return _line(found, modules), _line(applied, modules), in_python, in_python and is_again, caller
             if code.co_varnames[:1] == ("self",) and isinstance(owner := frame.f_locals.get("self"), nn.Module):
                 modules.append(owner)
             is_mode = code.co_name in _MODES
@@ -153,13 +172,14 @@ class Places:
                 found = found or frame
             elif found is None:
                 ours = ours or (frame if is_ours and not is_mode else None)
+                caller = code if ours is frame and caller is None else caller
                 nearest = nearest or frame
             else:
                 is_again = is_again or code.co_filename.startswith(_RECOMPUTING)
                 # A function of fmp's, such as remat, calls the user's in the forward pass of a Function of its own.
                 is_below_ours = is_below_ours or is_ours
                 is_in_function = is_in_function or (code is _APPLY and not is_below_ours)
-        return _line(found or ours or nearest, modules), _line(applied, modules), False, False
+        return _line(found or ours or nearest, modules), _line(applied, modules), False, False, caller
 
     def _frames(self) -> Iterator[FrameType]:
         """Yields the frames from the one that called the op up to the one that calls what is watched."""

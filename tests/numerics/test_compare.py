@@ -305,7 +305,7 @@ def test_results_that_only_one_has():
         lambda x: {"a": x, "b": x[:2], "n": 3}, lambda x: {"a": x * 1, "b": x, "c": x.sum()}, torch.ones(3)
     )
     assert [leaf.path for leaf in comparison.leaves] == ["result/a"]
-    assert (comparison.only_in_a, comparison.only_in_b) == (("result/b",), ("result/b", "result/c"))
+    assert (comparison.only_in_a, comparison.only_in_b) == (("result/b", "result/n"), ("result/b", "result/c"))
     assert not comparison.is_equal
     assert "only in b: result/b, result/c" in str(comparison)
     with pytest.raises(KeyError, match="result/a"):

@@ -47,6 +47,7 @@ class _Request(ctypes.Structure):
         ("message", ctypes.c_char_p),
         ("message_size", ctypes.c_size_t),
         ("accesses", ctypes.c_void_p),
+        ("stacks", ctypes.c_void_p),
     )
 
 
@@ -144,6 +145,7 @@ class Module:
             message=ctypes.cast(message, ctypes.c_char_p),
             message_size=len(message),
             accesses=ctypes.addressof(counts),
+            stacks=_stacks(self._library),
         )
         failed = self._library.executor_launch(ctypes.byref(request))
         self.accesses = {1 << power: count for power, count in enumerate(counts) if count}
@@ -159,6 +161,17 @@ class Module:
             return os.path.basename(done.stdout.strip().split(" ")[0])
 
         return re.sub(r"pc\+(0x[0-9a-f]+)", line, message)
+
+
+_made: list[int] = []
+
+
+def _stacks(library: ctypes.CDLL) -> int:
+    """Returns where the threads of all kernels of this process have their stacks."""
+    if not _made:
+        library.executor_stacks.restype = ctypes.c_void_p
+        _made.append(library.executor_stacks())
+    return _made[0]
 
 
 def _as_bytes(what: str, value: Any) -> np.ndarray:

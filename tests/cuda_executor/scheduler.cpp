@@ -212,16 +212,8 @@ static void run_block(unsigned number) {
   }
 }
 
-// Kept between launches: to map them anew takes longer than most tests' kernels. Below each lies a page that traps.
-static char* stack_of(unsigned thread) {
-  const size_t step = STACK_SIZE + PAGE;
-  if (!stacks) {
-    stacks = (char*)mmap(nullptr, step * MAX_THREADS, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    for (unsigned i = 0; i < MAX_THREADS; i++) mprotect(stacks + step * i, PAGE, PROT_NONE);
-  }
-  return stacks + step * thread + PAGE;
-}
+// Below each stack lies a page that traps.
+static char* stack_of(unsigned thread) { return stacks + (STACK_SIZE + PAGE) * thread + PAGE; }
 
 static void make_fibers() {
   const unsigned n = launch->thread_count;
@@ -262,6 +254,17 @@ struct Buffer {
   const char* name;
 };
 
+// Kept between launches, and used by all libraries of a process: to map them anew takes longer than most tests' kernels,
+// and a process may have 65,530 mappings, of which these are 2,048.
+char* executor_stacks() {
+  using namespace executor;
+  const size_t step = STACK_SIZE + PAGE;
+  char* made = (char*)mmap(nullptr, step * MAX_THREADS, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  for (unsigned i = 0; i < MAX_THREADS; i++) mprotect(made + step * i, PAGE, PROT_NONE);
+  return made;
+}
+
 // As module.py declares it.
 struct Request {
   void (*kernel)(void**);
@@ -275,12 +278,14 @@ struct Request {
   char* message;
   size_t message_size;
   uint64_t* accesses;
+  char* stacks;
 };
 
 // Returns 0, or 1 with a message.
 int executor_launch(const Request* request) {
   using namespace executor;
   Launch state = {};
+  stacks = request->stacks;
   state.kernel = request->kernel;
   state.arguments = request->arguments;
   state.grid = dim3{request->grid[0], request->grid[1], request->grid[2]};

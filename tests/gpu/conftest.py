@@ -35,11 +35,13 @@ def gpu() -> torch.device:
 
 
 @pytest.fixture
-def sources(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def sources(device: torch.device) -> Iterator[list[str]]:
     """The sources whose kernels were launched."""
     load, found = launch.module_on, []
-    monkeypatch.setattr(launch, "module_on", lambda device, of: (found.append(of), load(device, of))[1])
-    return found
+    # The fixture monkeypatch might be undone after `device`, and bring back what that has put in place.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "module_on", lambda device, of: (found.append(of), load(device, of))[1])
+        yield found
 
 
 @pytest.fixture

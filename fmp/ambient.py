@@ -3,6 +3,7 @@
 function modes      fmp's own are forked: a copy starts where the original stood. Others are entered as they are.
 torch.autocast      with its cache off, which would hold on to casts of another pass
 default dtype       the default device is a function mode
+part of the batch   for which seeded numbers are drawn
 random state        of the CPU, of the CUDA devices in use, and of the generators that the call can reach
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fmp import _compat
+from fmp import _compat, random
 from fmp.dropout import SeededRandomness
 from fmp.errors import RematError
 from fmp.policy.caster import Caster
@@ -55,18 +56,19 @@ class Ambient:
     """What surrounds the caller.
 
     Args:
-        random: The state of the random generators, where numbers shall be drawn again.
+        random_state: The state of the random generators, where numbers shall be drawn again.
 
     Attributes:
         seeds: The seeds of the modes around. They may be wrapped by a transform, so they are operands like any tensor.
     """
 
-    def __init__(self, random: RandomState | None = None):
+    def __init__(self, random_state: RandomState | None = None):
         self._originals = [mode for mode in _compat.function_modes() if isinstance(mode, SeededRandomness)]
         self._modes = [_as_it_stands(mode) for mode in _compat.function_modes()]
         self._autocast = {device: torch.get_autocast_dtype(device) for device in _compat.autocast_devices()}
         self._default_dtype = torch.get_default_dtype()
-        self._random = random
+        self._random = random_state
+        self._part = random.current_part()
         self.seeds = [state.seed for state in self._modes if isinstance(state, _Seeded)]
 
     @contextmanager
@@ -93,6 +95,8 @@ class Ambient:
             if torch.get_default_dtype() != self._default_dtype:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._default_dtype)
+            if random.current_part() != self._part:
+                stack.enter_context(random.part_of_batch(self._part))
             stack.enter_context(_compat.replaced_function_modes())
             if outermost is not None:
                 _compat.push_function_mode(outermost)
@@ -116,6 +120,7 @@ class Ambient:
         return (
             not (self._modes or self._autocast or _compat.function_modes() or _compat.autocast_devices())
             and torch.get_default_dtype() == self._default_dtype
+            and random.current_part() == self._part
         )
 
     @contextmanager

@@ -36,6 +36,9 @@ class SeededRandomness(TorchFunctionMode):
     `torch.ops.aten`, so modules of `torch.export` too. Every other random function of torch raises, and so does every
     operator with the tag `nondeterministic_seeded`.
 
+    Inside of `fmp.random.part_of_batch`, as in a step with a layout, each tensor gets the numbers of its part of the
+    batch: its first dimension is taken for that of the batch.
+
     Some code no mode is shown, so it can be neither seeded nor refused. It goes on drawing from torch's generator:
 
     - Functions and modules of `torch.jit.script`, and custom operators without that tag.

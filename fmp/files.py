@@ -55,15 +55,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield temporary
         # A writer may have put a private file of its own in place of ours.
         os.chmod(temporary, mode)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    # Only now does the new name survive a power failure. Windows cannot open folders.
-    if os.name == "posix":
-        _sync(target.parent)
+    # Only now does the new name survive a power failure.
+    sync(target.parent)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,6 +101,18 @@ def sha256(data: bytes | torch.Tensor) -> str:
     return hashlib.sha256(memory).hexdigest()
 
 
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, would survive a power failure."""
+    # Windows cannot open folders, and syncs only files that are open for writing.
+    if os.name != "posix" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _create(path: Path, old_mode: int | None) -> int:
     """Creates a file, at no time more open than the one it replaces, and returns the permissions it should end with."""
     # Unlike tempfile, this gives a new file the permissions that the user's umask asks for.
@@ -109,14 +120,5 @@ def _create(path: Path, old_mode: int | None) -> int:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, asked)
     try:
         return stat.S_IMODE(os.fstat(descriptor).st_mode if old_mode is None else old_mode)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    # Windows syncs only files that are open for writing, posix opens folders only for reading.
-    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -12,13 +12,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fmp import tree
+from fmp.distributed_modules import check_no_wrapper
 
 _REFUSED = {
-    "DistributedDataParallel": "gradients would silently stay local; functionalize the inner module, `.module`",
     "DataParallel": "it copies the module inside each call; functionalize the inner module, `.module`",
-    "FullyShardedDataParallel": "its hooks do not work under torch.func; functionalize the module before it is wrapped",
-    "FSDPModule": "its hooks do not work under torch.func; functionalize the module before `fully_shard`",
-    "ReplicateModule": "its hooks do not work under torch.func; functionalize the module before `replicate`",
     "ScriptModule": "its tensors cannot be replaced; functionalize the module before it is scripted",
 }
 # Attributes of nn.Module that no call reads, that are not copied, or whose contents are visited on their own.
@@ -40,6 +37,7 @@ def check_module(module: Any) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    check_no_wrapper(module, "functionalize")
     for path, part in module.named_modules():
         for cls in type(part).__mro__:
             if cls.__name__ in _REFUSED and cls.__module__.startswith("torch."):

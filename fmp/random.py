@@ -2,7 +2,7 @@
 
 There is no generator to advance. The same seed gives the same noise eagerly, compiled, under every torch.func
 transform, in a recomputation and on any device; and since an element's number depends on nothing but its global index,
-a sharded tensor gets the shards of what the whole tensor would get.
+a sharded tensor gets the shards of what the whole tensor would get (see `bits_at` and `part_of_batch`).
 
 Under `torch.func.vmap` a batched seed gives each member noise of its own. A seed that is not batched gives every
 member the same noise, whether its data is batched or not.
@@ -17,7 +17,9 @@ References:
 """
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -32,6 +34,47 @@ _SECOND = 0x846CA68B - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
 # Keep the seeds that `fold_in` derives apart from the noise of the same seed: digits of pi.
 _CHILD, _CHILD_STEP = 0x243F6A8885A308D3, 0x13198A2E03707344
+
+
+class _Part(threading.local):
+    """Which part of the batch this thread computes on."""
+
+    def __init__(self):
+        self.index = 0
+
+
+_part = _Part()
+
+
+@contextmanager
+def part_of_batch(index: int) -> Iterator[None]:
+    """Lets numbers be drawn for one of several equal parts of a batch, which lie behind one another.
+
+    A draw inside takes its shape for that of a part: it gets the words that stand behind those of the parts before, as
+    in a draw for the whole batch. So the numbers do not depend on how many processes share a batch, if the first
+    dimension of what is drawn is that of the batch; a tensor without that dimension gets other numbers in each part.
+    `fold_in` and `bits_at` are the same as outside.
+
+    Args:
+        index: Which part it is, from 0.
+
+    Example:
+        >>> with part_of_batch(1):
+        ...     second = bits(7, (2, 3))
+        >>> (second == bits(7, (4, 3))[2:]).all()
+        tensor(True)
+    """
+    before = _part.index
+    _part.index = index
+    try:
+        yield
+    finally:
+        _part.index = before
+
+
+def current_part() -> int:
+    """Returns the index of the `part_of_batch` around the caller; 0 without one."""
+    return _part.index
 
 
 def as_seed(seed: Seed, device: torch.device | str | None = None) -> torch.Tensor:
@@ -231,7 +274,9 @@ def _open_uniform(seed: Seed, shape: Sequence[int], device: torch.device | str |
 def _words(seed: Seed, shape: Sequence[int], device: torch.device | str | None) -> torch.Tensor:
     seed = as_seed(seed, device)
     size = math.prod(shape)
-    index = torch.arange(size, dtype=torch.int32 if size <= 2**31 else torch.int64, device=seed.device)
+    start = current_part() * size
+    end = start + size
+    index = torch.arange(start, end, dtype=torch.int32 if end <= 2**31 else torch.int64, device=seed.device)
     return _hash(seed, index).reshape(tuple(shape))
 
 

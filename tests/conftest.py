@@ -19,7 +19,7 @@ torch.compile = compile_unwatched(torch.compile)
 
 # In CI the examples are the same every time: what fails there fails again under CI=true.
 hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, database=None)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "local")
 
 

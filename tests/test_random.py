@@ -341,3 +341,31 @@ def test_seeds_have_no_dimensions() -> None:
 def test_rates_are_probabilities(p: float) -> None:
     with pytest.raises(ValueError, match="between 0 and 1, got"):
         random.keep_mask(0, (2,), p)
+
+
+def test_a_part_of_a_batch_gets_the_words_of_its_rows():
+    whole, child = random.uniform(5, (6, 3)), random.fold_in(1, 2)
+    words = random.bits(5, (8,))
+    for index, rows in enumerate(whole.chunk(3)):
+        with random.part_of_batch(index):
+            assert torch.equal(random.uniform(5, (2, 3)), rows)
+            with random.part_of_batch(0):
+                assert torch.equal(random.uniform(5, (6, 3)), whole)
+            assert random.current_part() == index
+            assert random.fold_in(1, 2) == child
+            assert torch.equal(random.bits_at(5, torch.arange(8)), words)
+    assert random.current_part() == 0
+
+
+def test_a_part_of_a_batch_is_a_constant_of_the_compiled_graph():
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def draw(seed: torch.Tensor) -> torch.Tensor:
+        with random.part_of_batch(2):
+            inside = random.bits(seed, (4,))
+        return torch.cat([random.bits(seed, (8,)), inside])
+
+    for seed in (1, 2):
+        assert torch.equal(draw(torch.tensor(seed)), random.bits(seed, (12,)))
+    assert counter.frame_count == 1

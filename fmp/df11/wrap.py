@@ -10,6 +10,7 @@ from torch import nn
 from fmp.df11.compressed import CompressedTensor
 from fmp.df11.frozen_weight import FrozenWeight, stored_form
 from fmp.df11.trees import compress, decompress
+from fmp.distributed_modules import check_no_wrapper
 from fmp.optim.masks import Mask
 from fmp.tree import describe
 
@@ -49,8 +50,8 @@ def wrap(
         The copy. Parameters that the module ties are tied in it, and compressed once.
 
     Raises:
-        TypeError: If `module` is no module, or one from TorchScript; if a chosen parameter is not bf16, or on the meta
-            device; if one of the `weights` is no tensor.
+        TypeError: If `module` is no module, or one from TorchScript, DDP or FSDP; if a chosen parameter is not bf16, or
+            on the meta device; if one of the `weights` is no tensor.
         ValueError: If nothing is compressed; if a chosen parameter is not contiguous, as decoded ones are; if one of
             the `weights` has another shape than the parameter, or two for one parameter differ.
         KeyError: If the module has no parameter or buffer of the name of one of the `weights`, or there is none for a
@@ -70,6 +71,7 @@ def wrap(
             f"wrap takes a module written in Python, got a {type(module).__name__}; for trees of tensors there is "
             "fmp.df11.compress"
         )
+    check_no_wrapper(module, "wrap")
     given = _by_first_name(module, weights or {})
     named = _named(module)
     for name, tensor in named.tensors.items():

@@ -16,7 +16,8 @@ class Form(NamedTuple):
             as nearly as this parameter allows; a copy.
         merge: `merge(param, rest) -> full`: the number that both stand for, f32[...].
         split: `split(full, dtype, seed) -> (param, rest)`: takes the number apart into a parameter of a dtype and the
-            rest. `seed` is i64[] of this leaf in this step, None without.
+            rest. `seed` is i64[] of this leaf in this step, None without. With `start=`, which only a form that takes
+            a seed is given, `full` is a part of a larger tensor, and begins at this flat index of it.
         dtypes: The dtypes that parameters may have.
         has_rest: Whether anything is kept; without it, every rest is None.
         takes_seed: Whether `split` makes use of its seed.
@@ -24,7 +25,7 @@ class Form(NamedTuple):
 
     init: Callable[[Tensor, Tensor], Tensor | None]
     merge: Callable[[Tensor, Tensor], Tensor]
-    split: Callable[[Tensor, torch.dtype, Tensor | None], tuple[Tensor, Tensor | None]]
+    split: Callable[..., tuple[Tensor, Tensor | None]]
     dtypes: frozenset[torch.dtype]
     has_rest: bool = True
     takes_seed: bool = False

@@ -35,9 +35,12 @@ def merge(param: Tensor, rest: Tensor) -> Tensor:
     return param.to(torch.float32)
 
 
-def split(full: Tensor, dtype: torch.dtype, seed: Tensor | None) -> tuple[Tensor, None]:
+def split(full: Tensor, dtype: torch.dtype, seed: Tensor | None, *, start: int = 0) -> tuple[Tensor, None]:
     """Rounds stochastically; without a seed, to nearest."""
-    return (full.to(dtype) if seed is None else round_stochastically(full, dtype, seed)), None
+    if seed is None:
+        return full.to(dtype), None
+    index = torch.arange(start, start + full.numel(), device=full.device).reshape(full.shape) if start else None
+    return round_stochastically(full, dtype, seed, index=index), None
 
 
 def round_stochastically(

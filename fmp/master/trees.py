@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from fmp import random, tree
 from fmp.dtypes import full_precision, is_castable, short_name
 from fmp.master import f32, kahan, remainder, stochastic
 from fmp.master.form import Form
+from fmp.master.seeds import seed_of
 
 Tree = Any
 
@@ -18,9 +17,6 @@ FORMS: Mapping[str, Form] = {
     "kahan": kahan.FORM,
     "stochastic": stochastic.FORM,
 }
-
-# Constants of the hash FNV-1a, https://datatracker.ietf.org/doc/draft-eastlake-fnv/.
-_OFFSET, _PRIME = 0xCBF29CE484222325, 0x100000001B3
 
 
 def init(params: Tree, source: Tree | None = None, *, form: str | None = "f32") -> Tree:
@@ -79,7 +75,13 @@ def merge(params: Tree, master: Tree, *, form: str | None = "f32") -> Tree:
 
 
 def split(
-    full: Tree, params: Tree, master: Tree, *, form: str | None = "f32", seed: random.Seed | None = None
+    full: Tree,
+    params: Tree,
+    master: Tree,
+    *,
+    form: str | None = "f32",
+    seed: random.Seed | None = None,
+    offsets: Tree | None = None,
 ) -> tuple[Tree, Tree]:
     """Takes an updated tree apart again into parameters and masters.
 
@@ -90,6 +92,8 @@ def split(
         form: The form of the masters.
         seed: An integer, or i64[], another one in each step; only `stochastic` draws by it. Each leaf draws by a seed
             derived from this one and from its path. None rounds to nearest.
+        offsets: For shards, a tree of the same structure: the flat index in the whole leaf at which each one starts,
+            so that it is rounded as within the whole.
 
     Returns:
         The new parameters and the new masters.
@@ -106,10 +110,16 @@ def split(
     # Pairs in a list: in the tree they would become part of it.
     pairs: list[tuple[Any, Any]] = []
 
+    starts = None if offsets is None else spec.flatten_up_to(offsets)
+
     def take(wide: Any, param: Any, rest: Any) -> None:
         path = paths[len(pairs)]
         if _has_master(chosen, param, rest):
-            pairs.append(chosen.split(wide, param.dtype, None if path is None else _seed_of(path, seed)))
+            own = None if path is None or seed is None else seed_of(path, seed)
+            if own is None or starts is None or starts[len(pairs)] == 0:
+                pairs.append(chosen.split(wide, param.dtype, own))
+            else:
+                pairs.append(chosen.split(wide, param.dtype, own, start=starts[len(pairs)]))
         else:
             pairs.append((wide.to(param.dtype) if is_castable(param) else wide, None))
 
@@ -130,14 +140,6 @@ def _is_narrow(param: Any) -> bool:
 
 def _has_master(form: Form, param: Any, rest: Any) -> bool:
     return _is_narrow(param) and (rest is not None or not form.has_rest)
-
-
-def _seed_of(path: tuple[Any, ...], seed: Any) -> torch.Tensor:
-    # By the path and not by a count: parameters that are added to a tree leave the draws of the others alone.
-    word = _OFFSET
-    for character in "/".join([f"{type(key).__name__} {key}" for key in path]):
-        word = (word ^ ord(character)) * _PRIME % 2**64
-    return random.fold_in(seed, word - 2**63)
 
 
 def _names(form: Form) -> str:

@@ -247,6 +247,8 @@ class _LifeWatch(Watch):
             cast_dtype: Any = None,
             low: Tree = None,
             donate: bool = False,
+            form: str | None = None,
+            seed: Any = None,
         ) -> Any:
             self.phase = "update"
             given = [params, state, grads]
@@ -255,7 +257,7 @@ class _LifeWatch(Watch):
             # A call with **options would hold on to all that it passes.
             return run(
                 given.pop(), given.pop(), given.pop(), low=low, inv_scale=inv_scale, clip=clip, finite=finite,
-                cast_dtype=cast_dtype, donate=donate,
+                cast_dtype=cast_dtype, donate=donate, form=form, seed=seed,
             )  # fmt: skip
 
         return optimizer._replace(update=update, fused=None if optimizer.fused is None else fused)

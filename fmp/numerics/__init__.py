@@ -25,3 +25,37 @@ from fmp.numerics.plots import (
 )
 from fmp.numerics.record import Recorded as Recorded, record as record
 from fmp.numerics.watch import WatchState as WatchState, watch_gradients as watch_gradients
+
+__all__ = [
+    "FORMATS",
+    "Comparison",
+    "Format",
+    "FormatLoss",
+    "Histogram",
+    "History",
+    "LeafDifference",
+    "LostUpdates",
+    "Magnitude",
+    "NonfiniteReport",
+    "OpInput",
+    "OpRecord",
+    "Parting",
+    "Recorded",
+    "WatchState",
+    "compare",
+    "find_nonfinite",
+    "histogram",
+    "loss_in",
+    "lost_updates",
+    "number_format",
+    "plot_exponents",
+    "plot_live_bytes",
+    "plot_plan",
+    "plot_scale",
+    "plot_underflow",
+    "record",
+    "suggest_scale",
+    "watch_gradients",
+    "write_jsonl",
+    "write_tensorboard",
+]

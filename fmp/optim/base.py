@@ -26,7 +26,8 @@ class GradientTransformation(NamedTuple):
             and updates are meant to be *added*, by `apply_updates`. A leaf whose gradient is None has the update None
             and keeps its state.
         fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype, low, donate, form, seed) -> (params,
-            low, state)`, the same meaning in one pass over memory, up to rounding; or None. Gradients are multiplied by
+            low, state)`, the same meaning in one pass over memory, up to rounding; or None. Only an optimizer that
+            updates each entry by itself has it: a layout gives it parts of leaves. Gradients are multiplied by
             `inv_scale` and `clip` first; where `finite`, bool[], is false, parameters and state stay as they are.
             `low` is the parameters in `cast_dtype`, or None, which `vmap` cannot return; or, where a tree `low` is
             given that holds the present casts of the parameters, None where there is none, the new ones in the dtype

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fmp import _compat, tree
+from fmp.distributed_modules import check_no_wrapper_class
 from fmp.errors import RematError
 from fmp.rematerialization.exclusive import hold
 from fmp.rematerialization.places import UNSET, Made, Place, Rebuild, check_places, computed_at_each_call
@@ -253,13 +254,13 @@ class Capture:
         for path, part in parts:
             if id(part) in self._places:
                 continue
+            check_no_wrapper_class(type(part), path, "remat", twice=not _compat.transform_active())
             if isinstance(part, torch.jit.ScriptModule):
                 raise RematError(
                     f"remat: {type(part).__name__} {path!r} is made by torch.jit, and its tensors cannot be replaced "
                     "for a recomputation; use the module that it was made of"
                 )
-            attributes = vars(part)
-            computed = computed_at_each_call(part)
+            attributes, computed = vars(part), computed_at_each_call(part)
             self._places[id(part)] = places = [
                 Place(table, key, f"{path}.{key}".removeprefix("."), self.add(tensor))
                 for table in (part._parameters, part._buffers, attributes)

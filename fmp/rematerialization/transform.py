@@ -95,7 +95,8 @@ def remat(
         A function with `fn`'s arguments.
 
     Raises:
-        TypeError: If `fn` or `saveable` cannot be called, or `fn` is a generator or async function.
+        TypeError: If `fn` or `saveable` cannot be called, or `fn` is a generator or async function; when called, if it
+            reaches a module from FSDP, or under a transform one from DDP.
         ValueError: If `determinism_check` is none of the three.
         RematError: When called or differentiated, if the function changes what it was given, reads a tracked tensor
             that cannot be found, leaves one elsewhere than in its result, or computes something else the second time.

@@ -19,6 +19,7 @@ def accumulate(
     *,
     count: int,
     weight_of: Callable[[Tree], torch.Tensor] | None,
+    mean: Callable[[torch.Tensor], torch.Tensor],
     buffers: Tree,
     seed: torch.Tensor,
 ) -> tuple[LossOutput, Tree]:
@@ -32,6 +33,7 @@ def accumulate(
         batch: The whole batch; dimension 0 of every tensor with dimensions is split into `count` equal parts.
         count: The number of microbatches.
         weight_of: Gives the weight of a microbatch, for example its number of valid tokens; None for equal weights.
+        mean: Averages a number over all processes that share the batch.
         buffers: The buffers that the first microbatch sees.
         seed: i64[]; each microbatch gets a seed of its own derived from it.
 
@@ -57,6 +59,8 @@ def accumulate(
         del grads, output
 
     if weight_of is not None:
+        # Each process divides its sums by the mean weight, so that their mean is that over all microbatches.
+        total_weight = mean(total_weight)
         total_weight = torch.where(total_weight == 0, 1.0, total_weight)
     grads = tree.map(lambda total: None if total is None else _divided(total, total_weight), total_grads)
     return LossOutput(_divided(total_loss, total_weight), buffers, _stack(auxes)), grads

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from fmp import master, random, reductions, tree
+from fmp import master, random, tree
 from fmp.optim.aliasing import shares_memory
 from fmp.scaling import LossScale
 from fmp.step.accumulation import accumulate
 from fmp.step.config import ONLY, StepConfig
 from fmp.step.loss import LossOutput, differentiate, unscale
 from fmp.step.measuring import Gradients, added, measured
+from fmp.step.sharing import agreed, with_norms
 from fmp.step.state import Metrics, TrainState
 from fmp.step.update import Group, update
 
@@ -41,7 +42,9 @@ def advance(
         take: Takes the state away from the caller once the gradients are there, so that an error in the loss, the
             likely one, leaves it with its owner.
     """
-    compute = state.params if config.policy is None else config.policy.cast_to_compute(state.params)
+    compute, forms = config.placement.opened(state.params)
+    compute = compute if config.policy is None else config.policy.cast_to_compute(compute)
+    compute = config.placement.gather(compute, forms)
     scalers = config.by_loss(state.loss_scale)
 
     buffers: Tree = state.buffers
@@ -51,7 +54,7 @@ def advance(
     for index, name in enumerate(config.losses):
         seed = _seed_of(config, name, index, state)
         outputs[name], found, finite[name] = _gradients(
-            config, name, compute, state.params, batch, scalers[name], buffers, seed, frozen
+            config, name, compute, state.params, forms, batch, scalers[name], buffers, seed, frozen
         )
         buffers = _keep(finite[name] if config.skips[name] else None, outputs[name].buffers, buffers)
         for key, part in found.items():
@@ -61,17 +64,17 @@ def advance(
 
     # From here on each old leaf is let go as soon as its new one exists: a state that was taken has no other owner.
     state = state if take is None else take(state)
-    groups = _groups(config, state)
+    groups, forms_of = config.placement.opened(_groups(config, state))
     count, seed, skip_counts = state.step, state.seed, config.by_group(state.skip_count)
     del state
-    norms: dict[str, torch.Tensor] = {}
+    norms: dict[str, Any] = {}
     skipped: dict[str, torch.Tensor] = {}
+    grads = with_norms(config, grads, forms)
     for index, (key, optimizer) in enumerate(config.optimizers.items()):
         noise = _rounding_seed(config, seed, count, index)
         checks = [finite[name] for name, keys in config.uses.items() if key in keys and config.skips[name]]
         good = torch.stack(checks).all() if checks else None
-        norm = grads[key].norm
-        norms[key] = reductions.global_norm(grads[key].values) if norm is None else norm
+        norms[key] = grads[key].norm
         donate = (
             take is not None
             and optimizer.fused is not None
@@ -83,12 +86,14 @@ def advance(
             grads.pop(key),
             norms[key],
             groups.pop(key),
+            None if forms_of is None else forms_of[key],
             noise=noise,
             good=good,
             donate=donate,
         )
         skipped[key] = torch.zeros_like(count, dtype=torch.bool) if good is None else ~good
 
+    groups = config.placement.closed(groups, forms_of)
     all_skipped = torch.stack(list(skipped.values())).all()
     next_state = TrainState(
         step=count + ~all_skipped,
@@ -117,6 +122,7 @@ def _gradients(
     name: str,
     compute: Tree,
     params: Tree,
+    forms: Tree,
     batch: Tree,
     scaler: LossScale,
     buffers: Tree,
@@ -144,14 +150,26 @@ def _gradients(
         output, grads, excess = scaled_gradient_of(microbatch, buffers, seed)
         return output, unscale(scaler, grads, excess)
 
-    weight = config.microbatch_weight
-    if config.accumulate == 1 and weight is None:
-        output, grads, excess = scaled_gradient_of(batch, buffers, seed)
-        return output, *measured(config, name, grads, scaler, excess, params)
-    output, grads = accumulate(
-        gradient_of, batch, count=config.accumulate, weight_of=weight, buffers=buffers, seed=seed
-    )
-    return output, *measured(config, name, grads, None, None, params)
+    weight, placement = config.microbatch_weight, config.placement
+    is_split = config.accumulate > 1 or weight is not None
+    with placement.drawing():
+        if is_split:
+            output, grads = accumulate(
+                gradient_of,
+                batch,
+                count=config.accumulate,
+                weight_of=weight,
+                mean=lambda value: placement.totals([], [value])[1][0],
+                buffers=buffers,
+                seed=seed,
+            )
+            scaled_by = excess = None
+        else:
+            output, grads, excess = scaled_gradient_of(batch, buffers, seed)
+            scaled_by = scaler
+    if placement.is_shared:
+        return agreed(config, name, output, grads, scaled_by, excess, params, forms, is_split=is_split)
+    return output, *measured(config, name, grads, scaled_by, excess, params)
 
 
 def _keep(good: torch.Tensor | None, new: Tree, old: Tree) -> Tree:

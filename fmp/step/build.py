@@ -12,10 +12,11 @@ import torch
 from fmp import _compat, tree
 from fmp.dtypes import casts_itself
 from fmp.optim import GradientTransformation, checks
+from fmp.placement import Placement
 from fmp.policy import Policy
 from fmp.policy.caster import covered
 from fmp.scaling import LossScale, NoOpLossScale, loss_scale as parse_loss_scale
-from fmp.step import initial
+from fmp.step import arguments, initial
 from fmp.step.advance import advance
 from fmp.step.config import ONLY, StepConfig
 from fmp.step.donation import check_owned, give_away
@@ -58,7 +59,8 @@ class TrainStep:
         Raises:
             DonatedStateError: If the state was given to a donating step before.
             TypeError: If `state` is not a `TrainState`.
-            ValueError: If `frozen` is given and no loss takes it.
+            ValueError: If `frozen` is given and no loss takes it, or if a step with a layout runs under a torch.func
+                transform.
         """
         _check_call(self.config, state, batch, frozen)
         with _unrecorded(), covered():
@@ -72,8 +74,9 @@ class TrainStep:
         """Makes the first state. All of its tensors are copies, and no two share memory.
 
         Args:
-            params: The parameters, best in float32: masters and moving average start from these values, not from
-                those that the policy rounds them to. With several optimizers, a dictionary with a key for each.
+            params: The parameters, with a layout equal on every rank. Best in float32: masters and moving average start
+                from these values, not from those that the policy rounds them to. With several optimizers, a dictionary
+                with a key for each.
             buffers: The model's buffers, if the loss takes them.
             seed: What all randomness of the run derives from: an integer, or i64[].
 
@@ -83,7 +86,8 @@ class TrainStep:
         Raises:
             TypeError: If a leaf of `params` or `buffers` is neither a tensor nor None, or the seed is not an integer.
             KeyError: If `params` lacks a key that an optimizer has, or the reverse.
-            ValueError: If the loss takes buffers and there are none, or the reverse.
+            ValueError: If the loss takes buffers and there are none, or the reverse; or if the ranks of a layout have
+                different parameters, buffers or seeds.
         """
         with _unrecorded(), covered():
             return initial.init(self.config, params, buffers, seed)
@@ -122,6 +126,7 @@ def train_step(
     uses: Mapping[str, Sequence[str]] | None = None,
     donate: bool = False,
     compile: bool = False,
+    layout: Placement | None = None,
 ) -> TrainStep:
     """Makes a pure train step from a loss function and an optimizer.
 
@@ -178,6 +183,8 @@ def train_step(
             cannot be used afterwards; trying raises `DonatedStateError`. An error in the loss function leaves it
             usable, unless the step is compiled.
         compile: Compile the whole step with `torch.compile(fullgraph=True)`.
+        layout: How the state and the batch are shared out over processes, a `fmp.distributed.Layout`, which describes
+            what changes; None for a single process.
 
     Returns:
         The step. `step.init(params)` makes the first state, `step(state, batch)` returns `(state, metrics)`.
@@ -200,106 +207,55 @@ def train_step(
     """
     loss_fns = dict(loss_fn) if isinstance(loss_fn, Mapping) else {ONLY: loss_fn}
     optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {ONLY: optimizer}
-    _check_names("loss_fn", loss_fns, isinstance(loss_fn, Mapping))
-    _check_names("optimizer", optimizers, isinstance(optimizer, Mapping))
+    arguments.check_names("loss_fn", loss_fns, isinstance(loss_fn, Mapping))
+    arguments.check_names("optimizer", optimizers, isinstance(optimizer, Mapping))
     for key, tx in optimizers.items():
         if not isinstance(tx, GradientTransformation):
             raise TypeError(
-                f"optimizer{_at(key)} must be a GradientTransformation such as fmp.optim.adamw(1e-3), or "
+                f"optimizer{arguments.at(key)} must be a GradientTransformation such as fmp.optim.adamw(1e-3), or "
                 f"fmp.optim.from_torch(torch.optim.AdamW, lr=1e-3), got {checks.shown(tx)}"
             )
     if microbatch_weight is not None and not callable(microbatch_weight):
         raise TypeError(f"microbatch_weight must be a function of a microbatch, got {microbatch_weight!r}")
+    placement = arguments.checked_layout(layout, microbatch_weight)
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy or None, got {policy!r}; see fmp.opt_level and fmp.Policy.parse")
 
     names = list(loss_fns)
     default_scale = None if policy is None else policy.loss_scale
     specs = {
-        name: default_scale if spec is None else spec for name, spec in _by_loss("loss_scale", loss_scale, names, None)
+        name: default_scale if spec is None else spec
+        for name, spec in arguments.by_loss("loss_scale", loss_scale, names, None)
     }
     scalers = {name: parse_loss_scale(spec) for name, spec in specs.items()}
     skips = {
-        name: not isinstance(scalers[name], NoOpLossScale) if skip is None else _checked_flag("skip_nonfinite", skip)
-        for name, skip in _by_loss("skip_nonfinite", skip_nonfinite, names, None)
+        name: not isinstance(scalers[name], NoOpLossScale)
+        if skip is None
+        else arguments.checked_flag("skip_nonfinite", skip)
+        for name, skip in arguments.by_loss("skip_nonfinite", skip_nonfinite, names, None)
     }
-    aux = {name: _checked_flag("has_aux", flag) for name, flag in _by_loss("has_aux", has_aux, names, False)}
+    aux = {
+        name: arguments.checked_flag("has_aux", flag)
+        for name, flag in arguments.by_loss("has_aux", has_aux, names, False)
+    }
     config = StepConfig(
-        losses={name: Loss.of(fn, aux[name], _at(name)) for name, fn in loss_fns.items()},
+        losses={name: Loss.of(fn, aux[name], arguments.at(name)) for name, fn in loss_fns.items()},
         optimizers=optimizers,
         scalers=scalers,
         skips=skips,
-        uses=_checked_uses(uses, names, list(optimizers)),
+        uses=arguments.checked_uses(uses, names, list(optimizers)),
         policy=policy,
-        accumulate=_checked_count(accumulate),
+        accumulate=arguments.checked_count(accumulate),
         microbatch_weight=microbatch_weight,
-        clip_norm=None if clip_norm is None else _checked_number("clip_norm", clip_norm, 0.0, math.inf),
-        ema=None if ema is None else _checked_number("ema", ema, 0.0, 1.0),
+        clip_norm=None if clip_norm is None else arguments.checked_number("clip_norm", clip_norm, 0.0, math.inf),
+        ema=None if ema is None else arguments.checked_number("ema", ema, 0.0, 1.0),
+        placement=placement,
     )
     return TrainStep(
         config,
-        donate=_checked_flag("donate", donate),
-        advance=compiled_advance() if _checked_flag("compile", compile) else advance,
+        donate=arguments.checked_flag("donate", donate),
+        advance=compiled_advance() if arguments.checked_flag("compile", compile) else advance,
     )
-
-
-def _by_loss(argument: str, value: Any, names: list[str], default: Any) -> list[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        return [(name, value) for name in names]
-    if names == [ONLY]:
-        raise KeyError(f"{argument} is a dictionary, but there is one loss_fn; give the value itself")
-    if unknown := value.keys() - set(names):
-        raise KeyError(f"{argument} names the losses {sorted(unknown)}; loss_fn names {sorted(names)}")
-    return [(name, value.get(name, default)) for name in names]
-
-
-def _checked_uses(
-    uses: Mapping[str, Sequence[str]] | None, names: list[str], keys: list[str]
-) -> Mapping[str, tuple[str, ...]]:
-    if uses is None:
-        return {name: tuple(keys) for name in names}
-    if not isinstance(uses, Mapping):
-        raise TypeError(f"uses must be a dictionary from a loss to its optimizer keys, got {uses!r}")
-    if unknown := uses.keys() - set(names):
-        raise KeyError(f"uses names the losses {sorted(unknown)}; loss_fn names {sorted(names)}")
-    uses = {name: uses.get(name, keys) for name in names}
-    for name, used in uses.items():
-        if isinstance(used, str) or not used:
-            raise TypeError(f"uses[{name!r}] must be a list of at least one optimizer key, got {used!r}")
-        if unknown := set(used) - set(keys):
-            raise KeyError(f"uses[{name!r}] names {sorted(unknown)}; the optimizers are {sorted(keys)}")
-    if unused := set(keys) - {key for used in uses.values() for key in used}:
-        raise KeyError(f"no loss uses the optimizers {sorted(unused)}; take them out or name them in `uses`")
-    return {name: tuple(used) for name, used in uses.items()}
-
-
-def _check_names(argument: str, mapping: Mapping[str, Any], named: bool) -> None:
-    if named and (not mapping or not all(isinstance(name, str) and name for name in mapping)):
-        raise ValueError(f"{argument} must have non-empty strings as keys, got {list(mapping)}")
-
-
-def _checked_count(accumulate: Any) -> int:
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise ValueError(f"accumulate must be a whole number of microbatches, at least 1, got {accumulate!r}")
-    return accumulate
-
-
-def _checked_flag(argument: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{argument} must be True or False, got {value!r}")
-    return value
-
-
-def _checked_number(argument: str, value: Any, low: float, high: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{argument} must be a number, got {value!r}")
-    if not low <= value < high:
-        raise ValueError(f"{argument} must be at least {low} and below {high}, got {value}")
-    return float(value)
-
-
-def _at(key: str) -> str:
-    return f"[{key!r}]" if key else ""
 
 
 def _unrecorded() -> AbstractContextManager[None]:
@@ -313,6 +269,11 @@ def _check_call(config: StepConfig, state: Any, batch: Tree, frozen: Tree) -> No
     if not isinstance(state, TrainState):
         check_owned(state)
         raise TypeError(f"state must be a TrainState, as step.init(params) makes it, got {tree.describe(state)}")
+    if config.placement.is_shared and not torch.compiler.is_compiling() and _compat.transform_active():
+        raise ValueError(
+            "a step with a layout cannot run inside torch.func transforms, since every rank has its own batch and the "
+            "collectives are for all; map or differentiate inside of the loss function, or use layout=None"
+        )
     if frozen is not None and not any("frozen" in loss.keywords for loss in config.losses.values()):
         raise ValueError("the step got frozen=..., but no loss_fn takes the keyword argument `frozen`")
     for index, leaf in enumerate(tree.leaves(batch)):

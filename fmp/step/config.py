@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fmp.optim import GradientTransformation
+from fmp.placement import Placement
 from fmp.policy import Policy
 from fmp.scaling import LossScale
 from fmp.step.loss import Loss
@@ -33,6 +34,7 @@ class StepConfig:
     microbatch_weight: Callable[[Tree], torch.Tensor] | None
     clip_norm: float | None
     ema: float | None
+    placement: Placement
 
     @property
     def master_form(self) -> str:

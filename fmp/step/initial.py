@@ -25,7 +25,10 @@ def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tens
     seed = _checked_seed(seed)
     params = params if ONLY in config.optimizers else dict(params)
     device = next((leaf.device for leaf in tree.leaves(params) if leaf is not None), torch.device("cpu"))
-    params = tree.map(_copy, params)
+    placement = config.placement
+    placed = placement.place(params)
+    placement.check_alike({"params": params, "buffers": buffers, "seed": torch.as_tensor(seed)})
+    params, forms = placement.opened(placed)
     buffers = tree.map(_copy, buffers)
     stored, masters, form = params, tree.map(lambda leaf: None, params), config.master_form
     if config.policy is not None:
@@ -36,19 +39,22 @@ def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tens
             wide = tree.map(_widened, params, stored)
             stored, masters = master.split(wide, stored, master.init(stored, form=form), form=form)
     full = master.merge(stored, masters, form=form)
-    groups = config.by_group(full)
+    groups = config.by_group(placement.closed(full, forms))
+    averages = None if config.ema is None else tree.map(_full_precision_copy, params, full)
 
     def count() -> torch.Tensor:
         return torch.zeros((), dtype=torch.int32, device=device)
 
     return TrainState(
         step=count(),
-        params=stored,
-        master=masters,
-        opt_state=config.from_groups({key: tx.init(groups[key]) for key, tx in config.optimizers.items()}),
+        params=placement.closed(stored, forms),
+        master=placement.closed(masters, forms),
+        opt_state=config.from_groups(
+            {key: placement.initial(tx.init, groups[key]) for key, tx in config.optimizers.items()}
+        ),
         loss_scale=config.from_losses(tree.map(lambda leaf: _copy(leaf, device), dict(config.scalers))),
         buffers=buffers,
-        ema=None if config.ema is None else tree.map(_full_precision_copy, params, full),
+        ema=None if config.ema is None else placement.closed(averages, forms),
         seed=torch.as_tensor(seed, dtype=torch.int64, device=device).clone(),
         skip_count=config.from_groups({key: count() for key in config.optimizers}),
     )
@@ -58,7 +64,11 @@ def extend(config: StepConfig, state: TrainState, params: Tree) -> TrainState:
     """Adds parameters to a state; see `TrainStep.extend`."""
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a dictionary of new parameters, got a {type(params).__name__}")
-    full = master.merge(state.params, state.master, form=config.master_form)
+    placement = config.placement
+    parts, forms = placement.opened(state.params)
+    masters, _ = placement.opened(state.master)
+    full = placement.closed(master.merge(parts, masters, form=config.master_form), forms)
+    del parts, masters
     full = _merged(full, params, path="params")
     fresh = init(config, full, state.buffers, state.seed)
     old_leaves, old_spec = tree.flatten(state)

@@ -60,12 +60,12 @@ def measured(
         are finite.
     """
     found: dict[str, tuple[Gradients, torch.Tensor]] = {}
-    is_double = config.policy is not None and config.policy.compute_dtype == torch.float64
+    is_double = computes_in_double(config)
     if _can_wait(scaler, excess) and not is_double:
         scale = None if isinstance(scaler, NoOpLossScale) else getattr(scaler, "loss_scale", None)
         for key, part in config.by_group(grads).items():
             numbers = [leaf for leaf in tree.leaves(part) if leaf is not None]
-            is_ready = config.optimizers[key].fused is not None and _is_alone(config, key)
+            is_ready = config.optimizers[key].fused is not None and is_alone(config, key)
             if is_ready and usable("scale", numbers, numbers=[scale]):
                 norm, finite = multi_tensor.measure(numbers, scale)
                 found[key] = Gradients(part, norm, scale), finite
@@ -73,9 +73,9 @@ def measured(
     if rest:
         grads = rest if found else grads
         grads = grads if scaler is None else unscale(scaler, grads, excess)
-        grads = _narrowed(grads, params) if is_double else grads
+        grads = narrowed(grads, params) if is_double else grads
         for key, part in (grads if found else config.by_group(grads)).items():
-            if _is_alone(config, key):
+            if is_alone(config, key):
                 norm, finite = reductions.measure(part)
                 found[key] = Gradients(part, norm), finite
             else:
@@ -127,11 +127,17 @@ def _can_wait(scaler: LossScale | None, excess: torch.Tensor | None) -> bool:
     return excess is None and type(scaler) in (StaticLossScale, DynamicLossScale, NoOpLossScale)
 
 
-def _is_alone(config: StepConfig, key: str) -> bool:
+def is_alone(config: StepConfig, key: str) -> bool:
+    """Says whether only one loss changes a group of parameters."""
     return sum([key in keys for keys in config.uses.values()]) == 1
 
 
-def _narrowed(grads: Tree, params: Tree) -> Tree:
+def computes_in_double(config: StepConfig) -> bool:
+    """Says whether the policy computes in float64."""
+    return config.policy is not None and config.policy.compute_dtype == torch.float64
+
+
+def narrowed(grads: Tree, params: Tree) -> Tree:
     """Casts gradients as the optimizer will, so that what overflows then is seen now."""
     dtypes = {path: leaf.dtype for path, leaf in tree.items(params) if leaf is not None}
     return tree.map_with_path(lambda path, g: None if g is None else g.to(full_precision(dtypes[path])), grads)

@@ -166,7 +166,8 @@ def _norm(leaf: torch.Tensor) -> torch.Tensor:
     dtype = full_precision(leaf.dtype)
     if leaf.dtype.itemsize == 1:  # vector_norm upcasts as it reads, but not from the 8-bit formats
         leaf = leaf.to(dtype)
-    if leaf.device.type != "cpu" or leaf.numel() <= _ROW:
+    # A DTensor cannot be cut into rows that are not those of its ranks.
+    if leaf.device.type != "cpu" or leaf.numel() <= _ROW or hasattr(leaf, "placements"):
         return torch.linalg.vector_norm(leaf, dtype=dtype)
     # On a CPU, vector_norm adds serially and drifts: by 2 % over 5e7 equal entries. Norms of rows do not.
     flat = leaf.reshape(-1)

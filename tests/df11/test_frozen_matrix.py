@@ -1,7 +1,7 @@
 """frozen changes nothing: every kind of function under every transform, against bf16 weights."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -136,6 +136,18 @@ CASES: dict[str, Case] = {
 }
 
 
+DECODING = ("shared", "closure", "inside of remat", "policy inside", "policy outside", "dropout")
+
+
+def cells(cases: Iterable[str], compiled: Sequence[str]) -> list[Any]:
+    """Lists every case under every transform; of what is compiled, which takes seconds, most cells are slow tests."""
+    return [
+        pytest.param(case, name, marks=[pytest.mark.slow] if "compile" in name and case not in compiled else [])
+        for case in cases
+        for name in TRANSFORMS
+    ]
+
+
 def without_remat(fn: Any, **options: Any) -> Any:
     return fn
 
@@ -154,8 +166,7 @@ def rounded(case: str, transform: str) -> bool:
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch.func.linearize itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the compiler
 @pytest.mark.mixed_dtypes  # a policy multiplies bf16 by fp32
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "transform"), cells(CASES, compiled=("chain", "policy outside", "dropout")))
 def test_same_results_as_with_plain_weights(case, transform):
     if (case, transform) == ("dropout", "hessian"):  # torch.func.hessian maps with randomness="error"
         for wrap, base in ((without_remat, PLAIN), (fmp.df11.frozen, COMPRESSED)):
@@ -176,8 +187,7 @@ def test_same_results_as_with_plain_weights(case, transform):
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.mixed_dtypes
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("case", ["shared", "closure", "inside of remat", "policy inside", "policy outside", "dropout"])
+@pytest.mark.parametrize(("case", "transform"), cells(DECODING, compiled=("shared", "policy outside")))
 def test_so_have_tensors_that_decode_themselves(case, transform):
     if (case, transform) == ("dropout", "hessian"):
         pytest.skip("torch.func.hessian maps with randomness='error'")

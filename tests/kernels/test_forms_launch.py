@@ -255,7 +255,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("of", ["adam", "sgd"])
+@pytest.mark.parametrize("of", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])  # each is compiled anew
 @pytest.mark.parametrize(("form", "fault"), [(form, fault) for form, faults in FAULTS.items() for fault in faults])
 def test_a_wrong_kernel_is_refused(of: str, form: str, fault: Any, tmp_path: Any, monkeypatch: Any) -> None:
     found = 0

@@ -1,6 +1,5 @@
 """Whole train steps on parameters in a form of `fmp.master`: bit for bit the steps without kernels."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,36 +12,6 @@ from tests.kernels.harness import needs_executor
 from tests.kernels.on_executor import kernels_on_cpu
 
 pytestmark = needs_executor
-update: Any = import_module("fmp.step.update")
-
-
-def in_form(config: Any, fused: Any, grads: Any, norm: Any, group: Any, *, noise: Any, good: Any, donate: bool) -> Any:
-    """Updates one group by a one-pass form that takes parameters and masters as they are kept."""
-    params, masters, opt_state, ema = group
-    inv_scale = None if grads.scale is None else 1.0 / grads.scale
-    clip = None if config.clip_norm is None else optim.clip_factor(norm, config.clip_norm)
-    options = {"inv_scale": inv_scale, "clip": clip, "finite": good, "donate": donate}
-    options |= {"low": masters, "form": config.master_form, "seed": noise}
-    params, masters, opt_state = fused(grads.values, opt_state, params, **options)
-    if config.ema is not None:
-        full = master.merge(params, masters, form=config.master_form)
-        averages = update._averaged(ema, full, config.ema)
-        ema = averages if good is None else tree.select(good, averages, ema)
-    return update.Group(params, masters, opt_state, ema)
-
-
-@pytest.fixture
-def in_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets train steps hand parameters in a form to the optimizers."""
-    in_one_pass = update._in_one_pass
-
-    def chosen(config: Any, fused: Any, grads: Any, norm: Any, group: Any, *forms: Any, **options: Any) -> Any:
-        # The average is of the numbers before rounding, which only a remainder gives back.
-        if config.master_form != "f32" and (config.ema is None or config.master_form == "remainder"):
-            return in_form(config, fused, grads, norm, group, **options)
-        return in_one_pass(config, fused, grads, norm, group, *forms, **options)
-
-    monkeypatch.setattr(update, "_in_one_pass", chosen)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -68,7 +37,6 @@ def step_of(policy: str, optimizer: str, **options: Any) -> fmp.TrainStep:
     return steps.step_of("O2", **given)
 
 
-@pytest.mark.usefixtures("in_forms")
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -94,7 +62,6 @@ def test_whole_steps(policy: str, optimizer: str, donate: bool, ema: float | Non
         assert same_bits(getattr(before, part), getattr(after, part))
 
 
-@pytest.mark.usefixtures("in_forms")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_neither_merges_nor_splits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -220,7 +220,7 @@ def test_nothing_else_is_read_or_written() -> None:
     g, p, m, v = ([numbers(size, seed=10 * kind) for size in (5, 0, 137)] for kind in range(4))
     g[0], low = g[0].half(), [p[0].bfloat16(), p[1].half(), None]
     rows = torch.rand(3, 8)
-    factors = {"scale": torch.tensor(0.5), "clip": torch.tensor(0.5), "finite": torch.tensor(True)}
+    factors: dict[str, Any] = {"scale": torch.tensor(0.5), "clip": torch.tensor(0.5), "finite": torch.tensor(True)}
     written = [*p, *m, *v, *[cast for cast in low if cast is not None]]
     with kernels_on_cpu("checked") as names, Watched(["adam"], read=[*g, rows, *factors.values()], written=written):
         optimizer.overwrite("adam", g, p, (m, [x.abs_() for x in v]), low, [2, 0, 1], rows, divide=False, **factors)

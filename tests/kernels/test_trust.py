@@ -45,7 +45,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("kernel", "fault"), [(kernel, fault) for kernel, faults in FAULTS.items() for fault in faults]
+    ("kernel", "fault"),
+    [
+        pytest.param(kernel, fault, marks=[pytest.mark.slow] if index else [])  # each is compiled anew
+        for kernel, faults in FAULTS.items()
+        for index, fault in enumerate(faults)
+    ],
 )
 def test_a_wrong_kernel_is_refused_with_one_warning(kernel, fault, tmp_path, monkeypatch):
     found = 0

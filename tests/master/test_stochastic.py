@@ -166,3 +166,15 @@ def test_a_gradient_that_nobody_asks_for_changes_no_bit():
             torch.func.vmap(lambda values, dtype=dtype: round_stochastically(values, dtype, 2))(full[None])[0], plain
         )
         assert same_bits(round_stochastically(full.clone().requires_grad_(), dtype, seed=2).detach(), plain)
+
+
+def test_a_shard_is_rounded_as_within_the_whole_leaf():
+    full = {"a": torch.rand(5, 3), "b": torch.rand(4)}
+    params = fmp.cast(full, torch.bfloat16)
+    nothing = {"a": None, "b": None}
+    whole, _ = master.split(full, params, nothing, form="stochastic", seed=7)
+    part, kept = {"a": full["a"][2:4], "b": full["b"]}, {"a": params["a"][2:4], "b": params["b"]}
+    found, _ = master.split(part, kept, nothing, form="stochastic", seed=7, offsets={"a": 6, "b": 0})
+    assert same_bits(found["a"], whole["a"][2:4])
+    assert same_bits(found["b"], whole["b"])
+    assert not same_bits(master.split(part, kept, nothing, form="stochastic", seed=7)[0]["a"], whole["a"][2:4])

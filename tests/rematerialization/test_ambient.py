@@ -10,7 +10,7 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 import fmp
-from fmp import _compat
+from fmp import _compat, random
 from fmp.dropout import SeededRandomness
 from fmp.rematerialization import plain
 from tests.bits import differing, same_bits
@@ -318,3 +318,14 @@ def test_torch_restores_the_random_state_of_devices_that_fmp_does_not_know(type_
     fmp.remat(torch.sin)(X)
     fmp.remat(torch.sin, preserve_rng_state=False)(X)
     assert asked == [type_of == "xpu", False]
+
+
+def test_numbers_are_drawn_again_for_the_same_part_of_the_batch():
+    def noisy(x):
+        return x * random.uniform(3, x.shape) * x
+
+    x = torch.ones(4, requires_grad=True)
+    with random.part_of_batch(2):
+        y = fmp.remat(noisy)(x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, 2 * random.uniform(3, (12,))[8:])

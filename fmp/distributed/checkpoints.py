@@ -1,0 +1,335 @@
+"""Checkpoints of a training run: written by all ranks together, read by any number of ranks, complete or not there.
+
+A checkpoint is a folder. torch.distributed.checkpoint writes each rank's parts into it; when all ranks are done, and
+everything is on disk, rank 0 writes the manifest, and only that makes it a checkpoint. What a killed run leaves behind
+has no manifest and is never loaded.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fmp import _compat, files, tree
+from fmp.distributed import manifest, places, storage
+from fmp.distributed.agreement import Group, gathered, on_the_first, rank_and_size, together
+from fmp.encoding import decode, is_opaque
+from fmp.errors import CheckpointError
+from fmp.outline import Entry, check_fits, is_leaf, named, outline, walk, with_static_fields
+
+Tree = Any
+
+_COMPARED = 2**20  # bytes; larger plain tensors are not compared across ranks
+_log = logging.getLogger(__name__)
+
+
+class PendingSave:
+    """A save that goes on in the background.
+
+    Attributes:
+        step: The step that is saved.
+    """
+
+    def __init__(self, step: int, write: Callable[[], None]):
+        self.step = step
+        self._told = False
+        # The interpreter waits for this thread before it ends.
+        executor = ThreadPoolExecutor(1, thread_name_prefix="fmp-checkpoint")
+        self._future = executor.submit(self._run, write)
+        executor.shutdown(wait=False)
+
+    def done(self) -> bool:
+        """Says whether it has ended on this rank, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the checkpoint is complete.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            CheckpointError: If it could not be written; on all ranks.
+            TimeoutError: If the time is over. The save goes on.
+        """
+        error = self._future.exception(timeout)
+        self._told = True
+        if error is not None:
+            raise error
+
+    def _finish(self) -> BaseException | None:
+        """Waits for the end, good or bad."""
+        return self._future.exception()
+
+    def _settle(self) -> None:
+        """Waits for the end, and raises what nobody has been told yet."""
+        error = self._finish()
+        if error is not None and not self._told:
+            self._told = True
+            raise CheckpointError(f"the save of step {self.step} in the background failed: {error}") from error
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            _log.error("the checkpoint of step %d could not be written: %s", self.step, error)
+            raise
+
+
+@dataclasses.dataclass
+class _Session:
+    """What changes while checkpoints are written: the process group of their own, and the save in the background."""
+
+    world: dist.ProcessGroup | None = None
+    group: Group = None
+    pending: PendingSave | None = None
+
+    def current_group(self) -> Group:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        # Collectives of a background save must not mix with those of training; and few can run without a GPU on NCCL.
+        if self.world is not dist.group.WORLD:
+            self.world, self.group = dist.group.WORLD, cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        return self.group
+
+    def settle(self) -> None:
+        if self.pending is not None:
+            self.pending._settle()
+            self.pending = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one training run, in one folder.
+
+    All ranks call `save`, `save_async` and `load`, together and in the same order; when one of them fails, all of them
+    raise. Without a process group, a lone process does the same by itself. What any number of ranks wrote, in any
+    placement, is read by any number, in any placement.
+
+    Each checkpoint is a folder `000007-step-1200`: the seventh one saved, at step 1200. It holds files of
+    `torch.distributed.checkpoint`, which are flat, a tensor for each leaf under its path, and a manifest. It is
+    complete if the manifest is there, and the manifest comes last. An incomplete one, which a killed run leaves, stays
+    for a look until the next save begins, and is then removed. One run at a time may save into a folder.
+
+    Attributes:
+        folder: Where the checkpoints are. It must be on a file system that all ranks share. The first save creates it.
+        keep: How many to keep, the latest ones saved; None keeps all. Older ones are removed when a new one is
+            complete.
+
+    Raises:
+        ValueError: If `keep` is not a positive number.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoints = Checkpoints(folder, keep=2)
+        ...     for step in (10, 20, 30):
+        ...         checkpoints.save({"w": torch.full((2,), float(step)), "epoch": step // 10}, step)
+        ...     checkpoints.steps(), checkpoints.latest()
+        ...     checkpoints.load({"w": torch.zeros(2), "epoch": 0})
+        ([20, 30], 30)
+        {'w': tensor([30., 30.]), 'epoch': 3}
+    """
+
+    folder: str | os.PathLike[str]
+    keep: int | None = 3
+    _session: _Session = dataclasses.field(default_factory=_Session, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise ValueError(f"keep must be a positive number of checkpoints, or None for all, got {self.keep!r}")
+
+    def save(self, state: Tree, step: int) -> None:
+        """Writes a state tree; it is complete, and on disk, when this returns.
+
+        Args:
+            state: Any tree of plain and distributed tensors, None, and Python bools, ints, floats and strings, with the
+                same structure on all ranks. Plain tensors must be the same on all ranks, and one of them writes each;
+                that is checked for those of up to 1 MiB.
+            step: The number to find it by. A step that was saved before is replaced.
+
+        Raises:
+            CheckpointError: If it could not be written, or differs between the ranks, or the save before it, in the
+                background, failed. What was complete before still is.
+            TypeError: If a leaf is of another type, or `step` is not an int.
+            ValueError: If `step` is negative, two leaves have the same path, or a tensor has no values to save.
+            RuntimeError: Inside `torch.func.vmap`, `grad` or another transform.
+        """
+        self._begin(state, step, copy=False)()
+
+    def save_async(self, state: Tree, step: int) -> PendingSave:
+        """Copies a state tree to the host, and writes the copy in the background.
+
+        Args:
+            state: As for `save`. It may be changed as soon as this returns.
+            step: As for `save`.
+
+        Returns:
+            A handle to wait for. The next save waits for this one, and raises its error if nobody has seen it. Wait
+            before the process group is destroyed.
+
+        Raises:
+            CheckpointError, TypeError, ValueError, RuntimeError: As `save` does, for what is found before writing.
+        """
+        write = self._begin(state, step, copy=True)
+        self._session.pending = PendingSave(step, write)
+        return self._session.pending
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the complete checkpoints, in the order they were saved in.
+
+        It looks at the folder only, and any process may call it at any time.
+        """
+        return places.steps(Path(self.folder))
+
+    def latest(self) -> int | None:
+        """Returns the step of the complete checkpoint that was saved last, or None if there is none."""
+        return next(reversed(self.steps()), None)
+
+    def load(self, like: Tree, step: int | None = None) -> Tree:
+        """Reads a state tree back, after every file of the checkpoint has been checked.
+
+        Args:
+            like: A tree with the structure, dtypes and global shapes of the saved one, for example `step.init(params)`.
+                Its tensors give the restored ones their device, strides and placement, and need not be placed as those
+                that were saved. Plain ones on the meta device are restored on the host, distributed ones on the device
+                of their mesh. Its values do not matter.
+            step: Which one to load, by default the one saved last.
+
+        Returns:
+            A tree of the same structure as `like`, with the saved tensors, bit for bit and without `requires_grad`, and
+            the saved Python values and static fields. Static fields that were saved as their repr must match those of
+            `like`, and are taken from there.
+
+        Raises:
+            CheckpointError: On all ranks, if there is no such checkpoint, if a file of it is missing, cut, damaged or
+                not fmp's, or if it does not fit `like`; the message names the file or the leaves.
+            TypeError: If `like` has leaves that no checkpoint can hold.
+        """
+        session = self._session
+        group = session.current_group()
+        rank, size = rank_and_size(group)
+        if session.pending is not None:
+            session.pending._finish()
+        name = on_the_first(group, lambda: places.find(Path(self.folder), step).path.name)
+        path = Path(self.folder) / name
+
+        def prepare() -> tuple[manifest.Manifest, dict[str, torch.Tensor]]:
+            wanted = outline(like, storage.TENSOR_TYPES)
+            found = manifest.read(path)
+            if (place := places.parse(path)) is None or place.step != found.step:
+                raise CheckpointError(f"its manifest is that of step {found.step}, so it was renamed")
+            check_fits(found.entries, wanted)
+            # Each rank reads its share of the files.
+            manifest.verify(path, found.stamps, sorted(found.stamps)[rank::size])
+            return found, {name: storage.empty_like(leaf) for name, leaf in _tensors(like)}
+
+        try:
+            found, tensors = together(group, prepare)
+            storage.read(tensors, path, group)
+            leaves = [
+                tensors[name] if name in tensors else decode(found.entries[name]["value"])
+                for name, leaf in walk(like)
+                if is_leaf(leaf)
+            ]
+            return with_static_fields(tree.unflatten(tree.structure(like), leaves), found.entries)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error.__cause__
+
+    def _begin(self, state: Tree, step: int, copy: bool) -> Callable[[], None]:
+        """Takes the state, agrees with the other ranks on it, and returns what writes it."""
+        group = self._session.current_group()
+        rank, _ = rank_and_size(group)
+
+        def take() -> tuple[dict[str, Entry], dict[str, storage.Part]]:
+            self._session.settle()
+            _check_step(step)
+            if _compat.transform_active():
+                raise RuntimeError("save cannot run inside vmap, grad or another transform; save what it returns")
+            entries = outline(state, storage.TENSOR_TYPES)
+            return entries, {name: _part(name, leaf, copy) for name, leaf in _tensors(state)}
+
+        entries, parts = together(group, take)
+        _check_alike(group, step, entries, parts)
+        path = Path(self.folder) / on_the_first(group, lambda: places.make(Path(self.folder), step).name)
+
+        def write() -> None:
+            storage.write(parts, path, group)
+            stamps = gathered(group, lambda: _stamps(path, rank))
+            contents = manifest.Manifest(step, entries, {name: stamp for own in stamps for name, stamp in own.items()})
+            on_the_first(group, lambda: self._complete_place(path, contents))
+
+        return write
+
+    def _complete_place(self, path: Path, contents: manifest.Manifest) -> None:
+        """Turns a folder into a checkpoint, then removes the old ones."""
+        found, written = storage.written_files(path), sorted(contents.stamps)
+        if found != written:
+            raise CheckpointError(
+                f"{path} holds {found} as rank 0 sees it, but the ranks wrote {written}; it must be on a file system "
+                "that all ranks share"
+            )
+        for folder in (path, path.parent):
+            files.sync(folder)
+        manifest.write(path, contents)
+        places.remove_old(path.parent, self.keep)
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int:
+        raise TypeError(f"step must be an int, got {step!r}; of a tensor, take int(step)")
+    if step < 0:
+        raise ValueError(f"step must not be negative, got {step}")
+
+
+def _tensors(state: Tree) -> list[tuple[str, torch.Tensor]]:
+    return [(name, leaf) for name, leaf in walk(state) if isinstance(leaf, torch.Tensor)]
+
+
+def _part(name: str, tensor: torch.Tensor, copy: bool) -> storage.Part:
+    try:
+        return storage.part(tensor, copy)
+    except ValueError as error:
+        raise ValueError(f"{named(name)}: {error}") from error
+
+
+def _check_alike(group: Group, step: int, entries: dict[str, Entry], parts: dict[str, storage.Part]) -> None:
+    """Raises unless all ranks save the same step of the same tree, with the same plain leaves."""
+    if group is None:
+        return
+    mine: dict[str, list[Any]] = {"the step": [step]}
+    for name, entry in entries.items():
+        # The repr of a set, for one, is another in every process.
+        static = {field: value for field, value in entry.get("static", {}).items() if not is_opaque(value)}
+        mine[named(name)] = [{**entry, "static": static}]
+        part = parts.get(name)
+        if part is not None and not isinstance(part.whole, DTensor) and part.local.nbytes <= _COMPARED:
+            mine[named(name)].append(files.sha256(part.local))
+
+    fingerprint = files.sha256(json.dumps(mine).encode())
+    if len(set(gathered(group, lambda: fingerprint))) == 1:
+        return
+    theirs = gathered(group, lambda: mine)
+    for rank, other in enumerate(theirs):
+        for name in {**theirs[0], **other}:
+            if theirs[0].get(name) != other.get(name):
+                raise CheckpointError(
+                    f"{name} is not the same on the ranks 0 and {rank}; a leaf that differs between ranks must be a "
+                    "distributed tensor"
+                )
+
+
+def _stamps(path: Path, rank: int) -> dict[str, manifest.Stamp]:
+    """Stamps the files that this rank wrote."""
+    names = storage.written_files(path, rank)
+    for name in names:
+        files.sync(path / name)
+    return {name: manifest.stamp(path / name) for name in names}

@@ -1,0 +1,350 @@
+"""`fmp.distributed.Layout`: how the state of a train step is shared out over processes.
+
+    zero=0      parameters, masters and optimizer state: all of it on every rank; gradients are averaged
+    zero=1      each rank keeps its rows of them, and gathers all parameters for the loss; gradients are averaged, and
+                each rank receives its rows
+    zero=3      as 1, but what the loss computes with in blocks is gathered there, one block at a time
+
+The state holds DTensors, `Shard(0)` on the mesh. The loss and the optimizer's arithmetic see plain tensors.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from fmp import random, reductions, tree
+from fmp.distributed import sharing
+from fmp.distributed.blocks import gathered_block
+from fmp.distributed.gathering import Gather, Leaf, Plan, Ranks, Scatter, placements, ranks_of, rows
+from fmp.distributed.shards import LocalShard, check_placed
+from fmp.dtypes import full_precision
+from fmp.patterns import matcher
+
+Tree = Any
+Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+_REDUCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a shared out tensor lies; None stands for a plain tensor that every rank has.
+
+    Attributes:
+        shape: The shape of the whole.
+    """
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How the state of a train step is shared out over the processes of a device mesh.
+
+    Every rank passes its own part of the batch, all of equal size: rank r of n has the rows r * b to (r + 1) * b of the
+    global batch. Then n ranks make the step that one would make with the whole batch, up to rounding, if the loss is a
+    mean over the batch (or has `microbatch_weight`):
+
+    - Gradients are averaged after they were unscaled, in `reduce_dtype`, once a step, however many microbatches.
+    - All ranks agree on norms, on whether gradients are finite, and so on loss scale and skipped steps.
+    - `metrics` are equal everywhere. Of the auxiliary output, floating-point numbers (without dimensions) are averaged,
+      integers added up, and tensors with dimensions concatenated along the first one, by rank. What is no tensor stays
+      the rank's own.
+    - Floating-point buffers are averaged, in float64. Others must come out equal on every rank.
+    - Seeded random numbers in the loss are those of the rank's rows, see `fmp.random.part_of_batch`, and each number of
+      a master is rounded by its place in the whole tensor. So neither depends on the number of ranks.
+
+    The optimizer runs on DTensors, with two exceptions: one that has a one-pass form works on each entry by itself, so
+    it gets this rank's rows as plain tensors (and a function that chooses its mask should not go by the sizes of a
+    leaf); and with `zero=0` all is plain.
+
+    Args:
+        mesh: The device mesh. Of two dimensions, the second shares out what the first repeats (HSDP).
+        zero: What is shared out: 0 for nothing, 1 for parameters, masters, moments and averages, 3 for the parameters
+            in the loss as well.
+        reduce_dtype: The dtype in which gradients are summed. Those in float64 are summed in float64.
+        blocks: With `zero=3`, patterns (see `fmp.patterns.matches`) of the parameters that the loss gets as shards of
+            the type `LocalShard`, for `gathered_block` or `full_params`. Others are gathered before.
+
+    Raises:
+        TypeError: If `mesh` is no DeviceMesh.
+        ValueError: If another argument is out of range, or the mesh has more than two dimensions.
+
+    References:
+        S. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054.
+    """
+
+    mesh: DeviceMesh
+    zero: int = 0
+    reduce_dtype: torch.dtype = torch.float32
+    blocks: Sequence[str] = ()
+    ranks: Ranks = field(init=False, repr=False)
+    part: int = field(init=False, repr=False)  # which part of the batch this rank has
+    _is_in_block: Callable[[str], bool] = field(init=False, repr=False)
+
+    is_shared = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a DeviceMesh, as init_device_mesh('cuda', (8,)) makes it, got {self.mesh!r}")
+        if self.zero not in (0, 1, 3) or isinstance(self.zero, bool):
+            raise ValueError(f"zero must be 0, 1 or 3, got {self.zero!r}")
+        if self.reduce_dtype not in _REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype must be a floating-point dtype of 16 bits or more, got {self.reduce_dtype}")
+        if (self.zero == 3) != bool(self.blocks):
+            raise ValueError(
+                f"zero={self.zero} {'needs' if self.zero == 3 else 'takes no'} blocks, the patterns of the parameters "
+                f"that the loss gathers itself; got blocks={self.blocks!r}"
+            )
+        ranks = ranks_of(self.mesh)
+        outer = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "part", outer * ranks.size + ranks.rank)
+        object.__setattr__(self, "_is_in_block", matcher(self.blocks))
+
+    @property
+    def reduces_in_loss(self) -> bool:
+        """Whether some gradients come averaged, as those of blocks do."""
+        return self.zero == 3
+
+    @property
+    def size(self) -> int:
+        """The number of ranks, and of parts of the batch."""
+        return sharing.count(self.ranks)
+
+    def check_alike(self, values: Tree) -> None:
+        """Raises a `ValueError` unless all ranks have the same values, as far as a checksum tells; it waits for them.
+
+        Args:
+            values: Any tree; DTensors are not looked at.
+        """
+        plain = {path: leaf for path, leaf in tree.items(values) if isinstance(leaf, Tensor)}
+        sharing.check_alike(
+            self.ranks,
+            {path: leaf for path, leaf in plain.items() if not isinstance(leaf, DTensor)},
+            self.mesh.device_type,
+        )
+
+    def place(self, values: Tree) -> Tree:
+        """Copies what every rank has in full to where it shall lie.
+
+        Args:
+            values: A tree of tensors, equal on all ranks. DTensors on the mesh are copied as they are.
+
+        Returns:
+            The tree, with a DTensor of this rank's rows for each floating-point tensor with dimensions if `zero` is
+            not 0, and copies of the others.
+
+        Raises:
+            ValueError: If a tensor is on another device than the mesh.
+            TypeError: If a DTensor lies in another way.
+        """
+
+        def put(path: str, leaf: Any) -> Any:
+            if isinstance(leaf, DTensor):
+                check_placed(path, leaf, self.mesh)
+                return leaf.clone()
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if leaf.device.type != self.mesh.device_type:
+                raise ValueError(f"{path}: a tensor on {leaf.device}, but the mesh is on {self.mesh.device_type}")
+            if self.zero == 0 or not leaf.is_floating_point() or leaf.ndim == 0 or leaf.numel() == 0:
+                return leaf.to(leaf.device, copy=True)
+            own = leaf.detach()[slice(*self._bounds(leaf.shape[0]))]
+            return self._dtensor(own.clone(memory_format=torch.contiguous_format), leaf.shape)
+
+        return tree.map_with_path(put, values)
+
+    def opened(self, values: Tree) -> tuple[Tree, Tree]:
+        """Takes this rank's parts out of a placed tree, without a copy, and describes their forms."""
+        forms = tree.map(lambda leaf: Form(tuple(leaf.shape)) if isinstance(leaf, DTensor) else None, values)
+        return tree.map(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, values), forms
+
+    def closed(self, parts: Tree, forms: Tree) -> Tree:
+        """Makes a placed tree of this rank's parts."""
+
+        def put(part: Any, form: Form | None) -> Any:
+            return part if form is None or part is None else self._dtensor(part, form.shape)
+
+        return tree.map(put, parts, forms)
+
+    def initial(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
+        """Makes the state of an optimizer for placed parameters: DTensors of rows, and plain tensors."""
+        with _mixing():
+            return tree.map(lambda leaf: self._settled(leaf) if isinstance(leaf, DTensor) else leaf, init(params))
+
+    def full(self, values: Tree) -> Tree:
+        """Gathers a placed tree, for example parameters to evaluate with.
+
+        Args:
+            values: Any part of the state; all ranks must pass it.
+
+        Returns:
+            The tree with whole plain tensors, on every rank.
+        """
+        parts, forms = self.opened(values)
+        return self._gathered(parts, forms, [False] * len(tree.leaves(parts)))
+
+    def offsets(self, forms: Tree) -> Tree:
+        """Says at which flat index of the whole tensor each part begins."""
+
+        def start(form: Form | None) -> int:
+            if form is None:
+                return 0
+            return self._bounds(form.shape[0])[0] * math.prod(form.shape[1:])
+
+        return tree.map(start, forms)
+
+    def gather(self, params: Tree, forms: Tree) -> Tree:
+        """Makes of this rank's parts what the loss sees: whole tensors, all in one collective, or shards for blocks."""
+        return self._gathered(params, forms, self._in_blocks(params))
+
+    def _gathered(self, parts: Tree, forms: Tree, in_block: list[bool]) -> Tree:
+        found, spec = tree.flatten(parts)
+        wholes: list[Any] = spec.flatten_up_to(forms)
+        chosen: list[int] = []
+        for index, form in enumerate(wholes):
+            if form is not None and in_block[index]:
+                found[index] = LocalShard(found[index], torch.Size(form.shape))
+            elif form is not None:
+                chosen.append(index)
+        if chosen:
+            plan = self._plan([wholes[index] for index in chosen], [found[index].dtype for index in chosen])
+            for index, whole in zip(chosen, Gather.forward(plan, *[found[i] for i in chosen]), strict=True):
+                found[index] = whole
+        return tree.unflatten(spec, found)
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Lets random numbers be drawn for this rank's part of the batch."""
+        return random.part_of_batch(self.part)
+
+    def reduce(self, grads: Tree, forms: Tree) -> Tree:
+        """Averages gradients over all ranks, in one collective for each dtype, and returns this rank's rows of them.
+
+        Args:
+            grads: The gradients by what `gather` returned, unscaled. Those of a block are averaged already.
+            forms: The forms of the parameters.
+
+        Returns:
+            The means, in float32 or wider.
+        """
+        spec = tree.structure(forms)
+        wholes = tree.leaves(forms)
+        found: list[Any] = list(spec.flatten_up_to(grads))
+        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for index, (grad, form) in enumerate(zip(found, wholes, strict=True)):
+            if isinstance(grad, LocalShard):
+                found[index] = grad.local.to(full_precision(grad.local.dtype))
+            elif grad is not None:
+                kinds.setdefault((full_precision(grad.dtype), form is not None), []).append(index)
+        for (dtype, is_shared_out), chosen in kinds.items():
+            own = [found[index] for index in chosen]
+            if is_shared_out:
+                plan = self._plan([wholes[index] for index in chosen], [dtype] * len(chosen))
+                means = Scatter.forward(plan, *own)
+            else:
+                means = sharing.means(self.ranks, own, _sum_dtype(dtype, self.reduce_dtype))
+            for index, mean in zip(chosen, means, strict=True):
+                found[index] = mean.to(dtype)
+        return tree.unflatten(spec, found)
+
+    def measure(self, grads: Tree, forms: Tree) -> tuple[Tensor, Tensor]:
+        """Measures gradients that `reduce` returned.
+
+        Returns:
+            This rank's share, f64[], of the sum of squares, and whether its parts are finite, bool[].
+        """
+        leaves, spec = tree.flatten(grads)
+        wholes = spec.flatten_up_to(forms)
+        shared = [grad for grad, form in zip(leaves, wholes, strict=True) if form is not None]
+        alike = [grad for grad, form in zip(leaves, wholes, strict=True) if form is None]
+        total, finite = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type), []
+        for part, copies in ((shared, self.ranks.copies), (alike, self.size)):
+            if any(grad is not None for grad in part):
+                found = reductions.measure(part)
+                total = total + found.norm.to(torch.float64).square() / copies
+                finite.append(found.finite)
+        return total, torch.stack(finite).all() if finite else total == 0
+
+    def totals(self, sums: Sequence[Tensor], means: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Adds up some tensors over all ranks, and averages others, in one collective, in float64."""
+        return sharing.totals(self.ranks, sums, means)
+
+    def concatenated(self, tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
+        """Concatenates each tensor with those of the other ranks, in one collective."""
+        return sharing.concatenated(self.ranks, tensors, dim)
+
+    def block(self, fn: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+        """Transforms a function of a block's parameters into one of their shards: `gathered_block` on this layout."""
+        return gathered_block(fn, self, **options)
+
+    def transform(
+        self,
+        update: Update,
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        forms: tuple[Tree, Tree],
+    ) -> tuple[Tree, Tree]:
+        """Runs the `update` of an optimizer on DTensors, so that norms and means in it are those of whole tensors."""
+        of_params, of_state = forms
+        if self.zero == 0:
+            return update(grads, state, params)
+        with _mixing():
+            updates, new = update(
+                self.closed(grads, of_params), self.closed(state, of_state), self.closed(params, of_params)
+            )
+        return tree.map(self._part, updates, of_params), tree.map(self._part, new, of_state)
+
+    def _bounds(self, count: int) -> tuple[int, int]:
+        start, length = rows(count, self.ranks.size, self.ranks.rank)
+        return start, start + length
+
+    def _dtensor(self, part: Tensor, shape: Sequence[int]) -> DTensor:
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        return DTensor.from_local(
+            part, self.mesh, placements(self.mesh), run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def _settled(self, leaf: DTensor) -> Tensor:
+        """Lets a DTensor that an optimizer has made lie by rows, or on every rank if it was made for no rows."""
+        if any(placement.is_shard(0) for placement in leaf.placements):
+            return leaf.redistribute(self.mesh, placements(self.mesh))
+        return leaf.full_tensor()
+
+    def _part(self, leaf: Any, form: Form | None) -> Any:
+        """Takes this rank's part out of what an optimizer has returned."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if form is None:
+            return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        if isinstance(leaf, DTensor):
+            return leaf.redistribute(self.mesh, placements(self.mesh)).to_local()
+        return leaf[slice(*self._bounds(form.shape[0]))]
+
+    def _in_blocks(self, values: Tree) -> list[bool]:
+        if self.zero != 3:
+            return [False] * len(tree.leaves(values))
+        return [self._is_in_block(path) for path in tree.paths(values)]
+
+    def _plan(self, forms: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Plan:
+        leaves = [Leaf(tuple(form.shape), dtype, dtype) for form, dtype in zip(forms, dtypes, strict=True)]
+        return Plan(self.mesh, tuple(leaves), _sum_dtype(dtypes[0], self.reduce_dtype))
+
+
+def _mixing() -> AbstractContextManager[Any]:
+    """Lets operators take DTensors together with plain tensors, which count as equal on all ranks."""
+    # torch.compile cannot trace it; there only tensors without dimensions mix.
+    return nullcontext() if torch.compiler.is_compiling() else implicit_replication()
+
+
+def _sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype to sum gradients in that are kept in a dtype of at least 32 bits."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else reduce_dtype

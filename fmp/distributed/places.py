@@ -1,0 +1,110 @@
+"""The folders of a run's checkpoints: `000007-step-1200` is the seventh one begun, at step 1200.
+
+Only rank 0 makes and removes them. The order is that of saving, not that of steps: after a run went back to an earlier
+step, its new checkpoints are the latest ones.
+"""
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+from fmp.distributed import manifest, storage
+from fmp.errors import CheckpointError
+
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The folder of one checkpoint."""
+
+    serial: int
+    step: int
+    path: Path
+
+    def is_complete(self) -> bool:
+        """Says whether the checkpoint was written to its end."""
+        return manifest.is_complete(self.path)
+
+
+def parse(path: Path) -> Place | None:
+    """Reads the name of a folder; None if it is not that of a checkpoint.
+
+    Example:
+        >>> parse(Path("runs/000007-step-1200")).step
+        1200
+    """
+    match = _NAME.fullmatch(path.name)
+    return Place(int(match[1]), int(match[2]), path) if match else None
+
+
+def begun(folder: Path) -> list[Place]:
+    """Lists all checkpoints, complete or not, in the order they were begun in."""
+    if not folder.is_dir():
+        return []
+    found = [place for path in folder.iterdir() if (place := parse(path))]
+    return sorted(found, key=lambda place: place.serial)
+
+
+def complete(folder: Path) -> list[Place]:
+    """Lists the complete checkpoints, in the order they were saved in."""
+    return [place for place in begun(folder) if place.is_complete()]
+
+
+def steps(folder: Path) -> list[int]:
+    """Lists the steps of the complete checkpoints; one that was saved twice counts as saved the second time."""
+    latest_first = dict.fromkeys(place.step for place in reversed(complete(folder)))
+    return [*reversed(latest_first)]
+
+
+def make(folder: Path, step: int) -> Path:
+    """Creates an empty folder to write a checkpoint into, and removes those that were never completed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    places = begun(folder)
+    for place in places:
+        if not place.is_complete():
+            shutil.rmtree(place.path, ignore_errors=True)
+    serial = max((place.serial for place in places), default=0) + 1
+    path = folder / f"{serial:06d}-step-{step}"
+    path.mkdir()
+    return path
+
+
+def remove_old(folder: Path, keep: int | None) -> None:
+    """Removes all complete checkpoints but the last ones, one for each step.
+
+    Args:
+        folder: Where they are.
+        keep: How many to leave, at least 1, or None for all.
+    """
+    found = complete(folder)
+    by_step = {place.step: place for place in found}  # the last one saved of each
+    kept = sorted(by_step.values(), key=lambda place: place.serial)[-(keep or len(found)) :]
+    for place in found:
+        if place not in kept:
+            # Without its manifest it is no checkpoint any more; what cannot be removed now is removed before a save.
+            (place.path / manifest.NAME).unlink()
+            shutil.rmtree(place.path, ignore_errors=True)
+
+
+def find(folder: Path, step: int | None) -> Place:
+    """Finds the complete checkpoint of a step, or the one saved last.
+
+    Raises:
+        CheckpointError: If there is none; the message says what is there instead.
+    """
+    found = complete(folder)
+    for place in reversed(found):
+        if step is None or place.step == step:
+            return place
+    notes = ["no checkpoint" if step is None else f"no checkpoint of step {step}"]
+    if found:
+        notes.append(f"the complete ones are those of the steps {steps(folder)}")
+    if half := [place.path.name for place in begun(folder) if not place.is_complete()]:
+        notes.append(f"never completed, or not written by fmp, are {half}")
+    if (folder / storage.INDEX).is_file():
+        notes.append("the folder is itself a checkpoint of torch.distributed.checkpoint that fmp did not write")
+    if not folder.is_dir():
+        notes.append("there is no such folder")
+    raise CheckpointError(f"{folder}: {'; '.join(notes)}")

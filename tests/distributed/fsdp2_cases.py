@@ -1,0 +1,237 @@
+"""What the processes of tests/distributed/test_fsdp2.py and test_refusals.py run."""
+
+import copy
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate as replicate_by_ddp
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+import fmp
+from fmp.distributed import fsdp2_params, fsdp2_value_and_grad
+
+WIDTH = 7
+
+
+class Net(nn.Module):
+    def __init__(self, with_statistics: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH)) for _ in "ab")
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(WIDTH) if with_statistics else nn.LayerNorm(WIDTH)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(self.frozen(x))
+
+
+def plain(with_statistics: bool = False) -> Net:
+    torch.manual_seed(0)
+    return Net(with_statistics)
+
+
+def sharded(policy: MixedPrecisionPolicy | None = None, with_statistics: bool = False) -> Net:
+    net = plain(with_statistics)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    for block in net.blocks:
+        fully_shard(block, **options)
+    fully_shard(net, **options)
+    return net
+
+
+def batch(step: int = 0, rows: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def own_rows(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return pair[0].chunk(size)[rank], pair[1].chunk(size)[rank]
+
+
+def loss_fn(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (module(batch[0]) - batch[1]).square().mean()
+
+
+def with_aux(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+    out = module(batch[0])
+    return (out - batch[1]).square().mean(), {"mean": out.mean(), "rows": len(out)}
+
+
+def steps(count: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains on FSDP2's gradients; returns the losses, and the full parameters at the end."""
+    module = sharded()
+    run = fsdp2_value_and_grad(module, loss_fn)
+    params = fsdp2_params(module)
+    optimizer = fmp.optim.adamw(1e-2, weight_decay=0.1)
+    state, losses = optimizer.init(params), []
+    for step in range(count):
+        loss, grads = run(params, own_rows(batch(step)))
+        updates, state = optimizer.update(grads, state, params)
+        params = fmp.optim.apply_updates(params, updates)
+        losses.append(loss.item())
+    return losses, {name: full(param) for name, param in params.items()}
+
+
+def full(tensor: Any) -> Tensor:
+    return tensor.full_tensor()
+
+
+def purity() -> dict[str, Any]:
+    module = sharded()
+    run = fsdp2_value_and_grad(module, with_aux, has_aux=True)
+    params = fsdp2_params(module)
+    before = {name: param.to_local().clone() for name, param in params.items()}  # pyright: ignore[reportAttributeAccessIssue]
+    (first, aux), grads = run(params, own_rows(batch()))
+    others = {name: param + 1 for name, param in params.items()}
+    run(others, own_rows(batch()))
+    with torch.no_grad():
+        module(own_rows(batch())[0])  # leaves the parameters whole
+    (again, _), grads_again = run(params, own_rows(batch()))
+    trained = [name for name, grad in grads.items() if grad is not None]
+    return {
+        "same loss": bool(first == again),
+        "same gradients": all(torch.equal(local(grads[name]), local(grads_again[name])) for name in trained),
+        "inputs unchanged": all(torch.equal(local(params[name]), before[name]) for name in params),
+        "no grad left": all(param.grad is None for param in module.parameters()),
+        "none": sorted({name.split(".")[0] for name, grad in grads.items() if grad is None}),
+        "placed": all(grads[name].placements == params[name].placements for name in trained),  # pyright: ignore
+        "aux": (aux["rows"], aux["mean"].requires_grad),
+        "detached": not first.requires_grad,
+    }
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local()
+
+
+def low_precision() -> tuple[str, float]:
+    """Computes in bf16, reduces in f32; returns the gradients' dtypes, and how far they are from exact ones."""
+    module = sharded(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    _, grads = fsdp2_value_and_grad(module, lambda m, b: loss_fn(m, b).float())(fsdp2_params(module), own_rows(batch()))
+    net = plain()
+    loss_fn(net, batch()).backward()
+    trained = {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
+    dtypes = {str(grads[name].dtype) for name in trained}  # pyright: ignore[reportOptionalMemberAccess]
+    worst = max(float((full(grads[name]) - grad).abs().max() / grad.abs().max()) for name, grad in trained.items())
+    return ", ".join(dtypes), worst
+
+
+def errors() -> dict[str, str]:
+    module = sharded()
+    params = fsdp2_params(module)
+    data = own_rows(batch())
+    run = fsdp2_value_and_grad(module, loss_fn)
+    replicated = {name: full(param) for name, param in params.items()}
+    statistics = sharded(with_statistics=True)
+    calls = {
+        "plain": lambda: fsdp2_value_and_grad(plain(), loss_fn),
+        "missing": lambda: run({}, data),
+        "replicated": lambda: run(replicated, data),
+        "vector": lambda: fsdp2_value_and_grad(module, lambda m, b: m(b[0]).mean(0))(params, data),
+        "integer": lambda: fsdp2_value_and_grad(module, lambda m, b: m(b[0]).argmax())(params, data),
+        "statistics": lambda: fsdp2_value_and_grad(statistics, loss_fn)(fsdp2_params(statistics), data),
+        "transform": lambda: torch.func.grad(lambda x: run(params, (x, data[1]))[0])(data[0]),
+    }
+    return {name: message_of(call) for name, call in calls.items()}
+
+
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def wrapped(kind: str) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    net = plain()
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    if kind == "fsdp2":
+        fully_shard(net, mesh=mesh)
+        return net
+    if kind == "replicate by ddp":
+        return replicate_by_ddp(net)
+    replicate_by_fsdp(net, mesh=mesh)
+    return net
+
+
+def refusals(kind: str) -> dict[str, str]:
+    """What each entry point says of a module that is wrapped, alone and as a part of another."""
+    module, x = wrapped(kind), own_rows(batch())[0]
+    outer = nn.Sequential(nn.Identity(), module)
+
+    def in_transform() -> Any:
+        return torch.func.grad(lambda x: fmp.remat(outer)(x).sum())(x)
+
+    return {
+        "functionalize": message_of(lambda: fmp.functionalize(module)),
+        "functionalize a part": message_of(lambda: fmp.functionalize(outer)),
+        "wrap": message_of(lambda: fmp.df11.wrap(outer, min_numel=1)),
+        "plan": message_of(lambda: fmp.memory.plan(module)),
+        "remat": message_of(lambda: fmp.remat(outer)(x)),
+        "remat in a transform": message_of(in_transform),
+    }
+
+
+def rematerialized_ddp() -> float:
+    """Under plain autograd, remat around DDP is right, so it is let through."""
+    module, net = wrapped("ddp"), plain()
+    run: Any = fmp.remat(module)
+    loss_fn(run, own_rows(batch())).backward()
+    loss_fn(net, batch()).backward()
+    pairs = zip(module.parameters(), net.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in pairs if b.grad is not None and a.grad is not None)
+
+
+def remat_inside_of_fsdp2() -> float:
+    """remat around a part that FSDP2 gathers as a part of another is right."""
+    net = plain()
+    for block in net.blocks:
+        block.forward = functools.partial(fmp.remat(inside), block)
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    loss_fn(net, own_rows(batch())).backward()
+    one = plain()
+    loss_fn(one, batch()).backward()
+    pairs = [(a.grad, b.grad) for a, b in zip(net.parameters(), one.parameters(), strict=True) if b.grad is not None]
+    return max(float((full(a) - b).abs().max()) for a, b in pairs)
+
+
+def inside(block: Any, x: Tensor) -> Tensor:
+    for layer in block:
+        x = layer(x)
+    return x
+
+
+def single(count: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains in this process, without any of it."""
+    net = plain()
+    params = {name: param.detach().clone() for name, param in net.named_parameters()}
+    trained = {name for name, param in net.named_parameters() if param.requires_grad and "unused" not in name}
+    optimizer = fmp.optim.adamw(1e-2, weight_decay=0.1)
+    state, losses = optimizer.init(params), []
+    for step in range(count):
+        inputs, targets = batch(step)
+
+        def loss(params: dict[str, Tensor], inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            return (torch.func.functional_call(copy.deepcopy(net), params, (inputs,)) - targets).square().mean()
+
+        value, grads = fmp.value_and_grad(loss)(params)
+        grads = {name: grad if name in trained else None for name, grad in grads.items()}
+        updates, state = optimizer.update(grads, state, params)
+        params = fmp.optim.apply_updates(params, updates)
+        losses.append(value.item())
+    return losses, params

@@ -1,0 +1,49 @@
+"""FSDP2 as a source of gradients: two ranks train like one process."""
+
+import pytest
+import torch
+
+from tests.distributed import fsdp2_cases as cases
+from tests.distributed.processes import run
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_train_like_one_process(size: int) -> None:
+    losses, params = cases.single(4)
+    for found_losses, found in run(size, cases.steps, 4):
+        assert found_losses == pytest.approx(losses, rel=1e-5)
+        assert found.keys() == params.keys()
+        for name, param in params.items():
+            torch.testing.assert_close(found[name], param, rtol=1e-4, atol=1e-5)
+    assert losses[-1] != losses[0]
+
+
+def test_it_is_a_pure_function() -> None:
+    for found in run(2, cases.purity):
+        assert found == {
+            "same loss": True,
+            "same gradients": True,
+            "inputs unchanged": True,
+            "no grad left": True,
+            "none": ["frozen", "unused"],
+            "placed": True,
+            "aux": (2, False),
+            "detached": True,
+        }
+
+
+def test_gradients_of_low_precision_are_reduced_in_full_precision() -> None:
+    for dtypes, error in run(2, cases.low_precision):
+        assert dtypes == "torch.float32"
+        assert 0 < error < 0.1
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    for found in run(2, cases.errors):
+        assert found["plain"].startswith("TypeError: module must be one that torch.distributed.fsdp.fully_shard was")
+        assert found["missing"].startswith("KeyError: 'params: missing blocks.0.0.bias; missing blocks.0.0.weight")
+        assert found["replicated"].startswith("ValueError: params['blocks.0.0.weight'] is [9, 7], but [9, 7] placed")
+        assert found["vector"].startswith("ValueError: loss_fn must return a scalar, got f32[7]")
+        assert found["integer"].startswith("TypeError: loss_fn must return a real floating-point scalar, got i64[]")
+        assert found["statistics"].startswith("ValueError: the module changed its buffer norm.")
+        assert found["transform"].startswith("RuntimeError: FSDP2 works by hooks of autograd")

@@ -12,6 +12,7 @@ import torch
 from torch._C import _autograd
 
 from tests.promotion import StrictPromotion, compile_unwatched
+from tests.slow import is_slow
 
 _hooks: Any = _autograd
 torch.set_num_threads(1)
@@ -28,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.torch.jit.:DeprecationWarning")
     # Dynamo instantiates torch.autograd.Function when it traces one.
     config.addinivalue_line("filterwarnings", "ignore:.*Function.*should not be instantiated:DeprecationWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

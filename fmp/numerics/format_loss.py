@@ -83,7 +83,8 @@ def loss_in(values: Tree, dtype: torch.dtype | str, scale: Scale = 1.0) -> Forma
     as `aux` of the loss too.
 
     Args:
-        values: Any tree, of gradients for example. Real floating-point tensors count; all else is ignored.
+        values: Any tree, of gradients for example, best from float32 or bfloat16: what a float16 backward pass has lost
+            comes as zero, and zeros do not count. Real floating-point tensors count; all else is ignored.
         dtype: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32, or a name of one.
         scale: What the numbers are multiplied by: a positive number or a scalar tensor, such as the loss scale.
 
@@ -143,7 +144,8 @@ def suggest_scale(values: Tree, dtype: torch.dtype | str, *, margin: int = 0) ->
         result  = 2^(highest - the smaller number of halves)
 
     Args:
-        values: Any tree, of unscaled gradients for example. Real floating-point tensors count; all else is ignored.
+        values: Any tree, of unscaled gradients for example, best from float32 or bfloat16, as for `loss_in`. Real
+            floating-point tensors count, however few are very small; all else is ignored.
         dtype: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32, or a name of one.
         margin: How many powers of two to keep free below the overflow, for the steps to come.
 

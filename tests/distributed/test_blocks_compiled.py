@@ -5,8 +5,6 @@ import pytest
 from tests.distributed import block_costs as costs
 from tests.distributed.processes import run
 
-pytestmark = pytest.mark.slow
-
 EXACT = 1e-6
 BLOCKS = 2
 

@@ -9,8 +9,6 @@ import pytest
 from tests.distributed import checkpoint_cases as cases
 from tests.distributed.processes import RankError, run
 
-pytestmark = pytest.mark.slow
-
 
 def die_in_a_fork(folder: Path, steps: list[int], call: int, behind: bool) -> bool:
     """Saves in a child of this process; says whether it was killed."""

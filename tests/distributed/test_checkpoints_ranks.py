@@ -8,8 +8,6 @@ import pytest
 from tests.distributed import checkpoint_cases as cases
 from tests.distributed.processes import run
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:

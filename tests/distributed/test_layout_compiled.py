@@ -11,8 +11,6 @@ from tests.distributed import layout_cases as cases
 from tests.distributed.processes import run
 from tests.distributed.test_layout import clipped_adamw
 
-pytestmark = pytest.mark.slow
-
 OPTIMIZERS = {
     "adamw": functools.partial(optim.adamw, 1e-2),
     "sgd": functools.partial(optim.sgd, 0.1),

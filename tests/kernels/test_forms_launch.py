@@ -257,15 +257,15 @@ FAULTS = {
 
 @pytest.mark.parametrize("of", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])  # each is compiled anew
 @pytest.mark.parametrize(("form", "fault"), [(form, fault) for form, faults in FAULTS.items() for fault in faults])
-def test_a_wrong_kernel_is_refused(of: str, form: str, fault: Any, tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_wrong_kernel_is_refused(of: str, form: str, fault: Any, tmp_path: Any) -> None:
     found = 0
     for source in folder().iterdir():
         text = source.read_text()
         found += fault[0] in text
         (tmp_path / source.name).write_text(text.replace(*fault))
     assert found
-    with kernels_on_cpu(trusted=False):
-        monkeypatch.setattr(launch, "module_on", lambda device, of: Module(tmp_path / f"{of}.cu", "fast"))
+    with kernels_on_cpu(trusted=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "module_on", lambda device, of: Module(tmp_path / f"{of}.cu", "fast"))
         with pytest.warns(RuntimeWarning, match=rf"the kernel '{of}_{form}' returns wrong numbers on cpu"):
             assert not trust.agrees(f"{of}_{form}", torch.device("cpu"))
 

@@ -52,15 +52,16 @@ FAULTS = {
         for index, fault in enumerate(faults)
     ],
 )
-def test_a_wrong_kernel_is_refused_with_one_warning(kernel, fault, tmp_path, monkeypatch):
+def test_a_wrong_kernel_is_refused_with_one_warning(kernel, fault, tmp_path):
     found = 0
     for source in folder().iterdir():
         text = source.read_text()
         found += fault[0] in text
         (tmp_path / source.name).write_text(text.replace(*fault))
     assert found
-    with kernels_on_cpu(trusted=False):
-        monkeypatch.setattr(launch, "module_on", lambda device, of: Module(tmp_path / f"{of}.cu", "fast"))
+    # A patch that outlived `kernels_on_cpu` would bring back what that had put in place.
+    with kernels_on_cpu(trusted=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "module_on", lambda device, of: Module(tmp_path / f"{of}.cu", "fast"))
         with pytest.warns(RuntimeWarning, match=rf"the kernel '{kernel}' returns wrong numbers on cpu, so torch's"):
             assert not trust.agrees(kernel, CPU)
         with warnings.catch_warnings():

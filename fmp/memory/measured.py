@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -251,9 +251,8 @@ class _LifeWatch(Watch):
             seed: Any = None,
         ) -> Any:
             self.phase = "update"
-            given = [params, state, grads]
+            given, run = [params, state, grads], cast(Any, optimizer.fused)
             del grads, state, params
-            run: Any = optimizer.fused
             # A call with **options would hold on to all that it passes.
             return run(
                 given.pop(), given.pop(), given.pop(), low=low, inv_scale=inv_scale, clip=clip, finite=finite,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fmp import _compat
 from fmp.rematerialization.region import Region, call_in_vjp, differentiable
@@ -253,10 +254,42 @@ def _computed_again(
 def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Tensor) -> Pull:
     # What the function computes may depend on what requires grad, so that must not depend on what is wanted now.
     at = sorted({*region.tracked, *wanted})
-    if not (torch.is_grad_enabled() or _compat.forward_mode_active()):
-        primals = tuple([primal.detach() for primal in primals])  # nothing else around records
+    nothing_records = not (torch.is_grad_enabled() or _compat.forward_mode_active())
+    if nothing_records:
+        primals = tuple([primal.detach() for primal in primals])
+    graph = _graph(region, wanted, given, at, primals, for_the_graph=nothing_records)
+    if graph is None:
+        graph = _graph(region, wanted, given, at, primals, for_the_graph=False)
+    assert graph is not None
+    variables, outputs = graph
+
+    # What torch.func.vjp returns would make zeros for each operand that is not used: for a method of a large module,
+    # that is all of the module's parameters.
+    def pull(*cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        if not outputs:
+            return (None,) * len(variables)
+        return torch.autograd.grad(
+            list(outputs.values()),
+            variables,
+            [cotangents[place] for place in outputs],
+            create_graph=torch.is_grad_enabled(),
+            retain_graph=False,
+            allow_unused=True,
+        )
+
+    return pull
+
+
+def _graph(
+    region: Region, wanted: list[int], given: list[int], at: list[int], primals: Sequence[Tensor], for_the_graph: bool
+) -> tuple[list[Tensor], dict[int, Any]] | None:
+    """Recomputes a region inside of a vjp; returns the wanted variables, and those of its results that depend on them.
+
+    None, if the graph needs a value that was left out.
+    """
+    again = functools.partial(region.tensors_again, for_the_graph=for_the_graph)
+    computed = _computed_again(lambda filled: again(*filled), primals, at, given)
     noted: list[Any] = []
-    computed = _computed_again(lambda filled: region.tensors_again(*filled), primals, at, given)
 
     def note(*variables: Tensor) -> tuple[Tensor, ...]:
         tensors = computed(*variables)
@@ -264,27 +297,21 @@ def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Te
         return tensors
 
     vjp: Any = torch.func.vjp
-    with _compat.without_batched_gradients(), torch.enable_grad():  # what some kernels keep depends on it
-        vjp(note, *(primals[i] for i in at))
+    try:
+        with _compat.without_batched_gradients(), torch.enable_grad():  # what some kernels keep depends on it
+            vjp(note, *(primals[i] for i in at))
+    except Exception:
+        if for_the_graph and region.lacks_values():
+            return None
+        raise
     variables, tensors = noted
-    variables = [variable for i, variable in zip(at, variables, strict=True) if i in wanted]
-    reached = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
-
-    # What torch.func.vjp returns would make zeros for each operand that is not used: for a method of a large module,
-    # that is all of the module's parameters.
-    def pull(*cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        if not reached:
-            return (None,) * len(variables)
-        return torch.autograd.grad(
-            [tensors[place] for place in reached],
-            variables,
-            [cotangents[place] for place in reached],
-            create_graph=torch.is_grad_enabled(),
-            retain_graph=False,
-            allow_unused=True,
-        )
-
-    return pull
+    outputs = {place: get_gradient_edge(tensor) for place, tensor in enumerate(tensors) if tensor.requires_grad}
+    # The graph does not need the values of the results.
+    tensors = None
+    noted.clear()
+    if for_the_graph and region.lacks_values():
+        return None
+    return [variable for i, variable in zip(at, variables, strict=True) if i in wanted], outputs
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from fmp import _compat, tree
@@ -27,6 +28,10 @@ _HARMLESS = (
 )
 
 
+# What may read values where no dispatch mode sees it, as does a torch.autograd.Function: it may launch a kernel itself.
+_OPAQUE = (Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage)
+
+
 _WRAPPABLE = (torch.strided, torch.sparse_coo, torch.jagged)
 
 
@@ -42,12 +47,16 @@ class Guard(TorchFunctionMode):
     Args:
         levels: How many transforms are in progress around the call, but not here, if those that the function begins
             count from there.
+
+    Attributes:
+        has_met_opaque: Whether something was called that may read values without running an operator.
     """
 
     def __init__(self, levels: int = 0):
         super().__init__()
         self._hidden = range(len(_compat.transforms()) + 1, levels + 1)
         self._made: list[weakref.ref[Tensor]] = []
+        self.has_met_opaque = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Checks one call, then makes it."""
@@ -56,6 +65,8 @@ class Guard(TorchFunctionMode):
             return func(*args, **kwargs)
         self._check(func, args)
         self._check(func, kwargs.values())
+        if isinstance(func, HigherOrderOperator) or func in _OPAQUE:
+            self.has_met_opaque = True
         result = func(*args, **kwargs)
         for each in result if isinstance(result, list | tuple) else (result,):
             if isinstance(each, Tensor):

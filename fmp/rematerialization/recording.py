@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmp import _compat, ambient, tree
 from fmp.errors import RematError
+from fmp.rematerialization.operators import Facts, facts_of, memory_of, tensors_in
 from fmp.rematerialization.saveable import Names, Saveable
 
 Key = tuple[Any, int]  # an operator, and how many calls of it came before
-_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)
-Facts = tuple[Any, ...]  # shape, dtype and device of each tensor among the arguments, and the other arguments
 
 
 class Made(NamedTuple):
@@ -127,24 +126,24 @@ class _Recorder(_Counter):
         saved = self._kept.saveable(func, args)
         if not saved and not self._by_name:
             return output
-        random, facts = _state_after(func, args, kwargs), _facts(args, kwargs)
+        random, facts = _state_after(func, args, kwargs), facts_of(args, kwargs)
         if saved:
             self._keep(key, facts, output, random)
             return output
         given = {
-            _memory(tensor) for tensor in _tensors((args, kwargs))
+            memory_of(tensor) for tensor in tensors_in((args, kwargs))
         }  # aten._unsafe_view does not say that it shares
-        for tensor in _tensors(output):
-            if _memory(tensor) in given:
+        for tensor in tensors_in(output):
+            if memory_of(tensor) in given:
                 continue
             geometry = (tensor.size(), tensor.stride(), tensor.storage_offset()) if tensor is output else None
             whole = None if tensor is output else output
-            self._made[_memory(tensor)] = Made(key, facts, tensor.dtype, geometry, whole, random)
+            self._made[memory_of(tensor)] = Made(key, facts, tensor.dtype, geometry, whole, random)
         return output
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Keeps the result that a tensor, perhaps a view, shows, if the policy keeps its name."""
-        made = self._made.get(_memory(tensor))
+        made = self._made.get(memory_of(tensor))
         if made is None or not isinstance(self._kept.saveable, Names) or not self._kept.saveable.keeps(name):
             return
         if made.has_changed or (made.dtype != tensor.dtype and made.geometry):
@@ -164,9 +163,9 @@ class _Recorder(_Counter):
 
     def _keep(self, key: Key, given: Facts, output: Any, random: ambient.RandomState | None) -> None:
         offload = isinstance(self._kept.saveable, Names) and self._kept.saveable.offload
-        device = next((tensor.device for tensor in _tensors(output)), None)
-        for tensor in _tensors(output):
-            self._keys.setdefault(_memory(tensor), []).append(key)
+        device = next((tensor.device for tensor in tensors_in(output)), None)
+        for tensor in tensors_in(output):
+            self._keys.setdefault(memory_of(tensor), []).append(key)
         stored = tree.map(_to_host if offload else _alias, output)
         self._kept.entries[key] = Entry(stored, given, _versions(stored), device, random)
 
@@ -175,10 +174,10 @@ class _Recorder(_Counter):
         for place, argument in enumerate(op._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            for tensor in _tensors(args[place] if place < len(args) else kwargs.get(argument.name)):
-                if (made := self._made.get(_memory(tensor))) is not None:
-                    self._made[_memory(tensor)] = made._replace(has_changed=True)
-                for key in self._keys.pop(_memory(tensor), ()):
+            for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)):
+                if (made := self._made.get(memory_of(tensor))) is not None:
+                    self._made[memory_of(tensor)] = made._replace(has_changed=True)
+                for key in self._keys.pop(memory_of(tensor), ()):
                     entry = self._kept.entries[key]
                     copied = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, entry.output)
                     self._kept.entries[key] = entry._replace(output=copied, versions=_versions(copied), copied=True)
@@ -219,10 +218,10 @@ class _Replayer(_Counter):
         if entry is None:
             return func(*args, **(kwargs or {}))
         self._met.add(key)
-        asked = _facts(args, kwargs or {})
+        asked = facts_of(args, kwargs or {})
         if asked != entry.given:
             raise RematError(
-                f"remat: call {key[1] + 1} of {func} was kept at first, as {_shown(_facts((entry.output,), {}))} of "
+                f"remat: call {key[1] + 1} of {func} was kept at first, as {_shown(facts_of((entry.output,), {}))} of "
                 f"({_shown(entry.given)}), and got ({_shown(asked)}) when the function was recomputed; the function "
                 "must run the same ops both times, and not depend on state that changes"
             )
@@ -247,34 +246,15 @@ def _state_after(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ambi
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return None
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-    return ambient.random_state(_tensors(args), given)
+    return ambient.random_state(tensors_in(args), given)
 
 
 def _versions(value: Any) -> list[int]:
-    return [tensor._version for tensor in _tensors(value)]
-
-
-def _facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
-    """Says what an operator was given, but for numbers in tensors."""
-    facts: list[Any] = []
-    for leaf in tree.leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            facts.append((tuple(leaf.shape), leaf.dtype, leaf.device))
-        else:
-            facts.append(repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__)  # nan is not equal to itself
-    return tuple(facts)
+    return [tensor._version for tensor in tensors_in(value)]
 
 
 def _shown(facts: Facts) -> str:
     return ", ".join([fact if isinstance(fact, str) else f"{fact[1]}{list(fact[0])} on {fact[2]}" for fact in facts])
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _alias(value: Any) -> Any:

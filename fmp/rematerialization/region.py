@@ -135,6 +135,14 @@ class Region:
         """Computes the result once more."""
         raise NotImplementedError
 
+    def again_for_its_graph(self, *operands: Tensor) -> Any:
+        """Computes the result once more, perhaps without values that no gradient needs; see `lacks_values`."""
+        return self.again(*operands)
+
+    def lacks_values(self) -> bool:
+        """Says, when nothing but the graph is left of `again_for_its_graph`, whether it needs values that it lacks."""
+        return False
+
     def run(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Computes the result for the first time; returns its tensors, and sets the plan by which to use them."""
         return self.taken_apart(operands, self.first(*operands))
@@ -161,10 +169,10 @@ class Region:
         # A Function must return something; what is no floating point number needs no tangent.
         return tuple(tensors) or (torch.empty(0, dtype=torch.int64),)
 
-    def tensors_again(self, *operands: Tensor) -> tuple[Tensor, ...]:
+    def tensors_again(self, *operands: Tensor, for_the_graph: bool = False) -> tuple[Tensor, ...]:
         """Computes the result once more; returns the tensors that `run` returned."""
         assert self.plan is not None
-        leaves = tree.leaves(self.again(*operands))
+        leaves = tree.leaves((self.again_for_its_graph if for_the_graph else self.again)(*operands))
         if len(leaves) != len(self.plan.sources):
             raise RematError(
                 f"remat: the function returned {len(self.plan.sources)} leaves at first and {len(leaves)} when it was "

@@ -22,6 +22,7 @@ from fmp.ambient import Ambient, check_devices, random_state, set_random_state
 from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.compiled import passes_of, traced
+from fmp.rematerialization.early_stop import Unread, Usefulness
 from fmp.rematerialization.function import invoke
 from fmp.rematerialization.guards import Determinism, DeterminismCheck, check_layouts, check_no_autograd_inside
 from fmp.rematerialization.plain import HooksRefused, checkpointed
@@ -66,8 +67,9 @@ def remat(
     The function must not change tensors in place that it did not make, nor call a module made by `torch.jit`. For
     modules with BatchNorm in training mode, use `fmp.functionalize(module).apply`, which returns the new statistics.
 
-    Without a transform this is `torch.utils.checkpoint`, which stops recomputing where nothing more is needed; under a
-    transform the whole function runs again. A tensor that is used several times inside and outside of the function
+    Without a transform this is `torch.utils.checkpoint`, which stops recomputing where nothing more is needed. Under
+    one the whole function runs again, but for the products of matrices and convolutions that no gradient reads, as the
+    last one of most blocks; with another `determinism_check` than "default", `debug` or a `saveable`, all run. A tensor that is used several times inside and outside of the function
     may there get a gradient that differs in the last bit, since the uses inside are added up first. So may one for
     which torch has another formula if `torch.func.grad` records it, as of layer norm. Inside of a module that is
     applied with a seed, and with `determinism_check="bitwise"`, it works as under a transform. There torch adds up some
@@ -132,6 +134,7 @@ def remat(
     check_saveable(saveable)
     if determinism_check not in get_args(DeterminismCheck):
         raise ValueError(f"determinism_check must be one of {get_args(DeterminismCheck)}, got {determinism_check!r}")
+    usefulness = Usefulness()
     uses_transforms, keeps_all = False, isinstance(saveable, Everything)
     passes = functools.partial(passes_of, saveable)
 
@@ -156,13 +159,20 @@ def remat(
                 return checkpointed(capture, preserve_rng_state, determinism_check, debug, kept)
             except HooksRefused:
                 uses_transforms = True
-        return _under_transforms(capture, preserve_rng_state, determinism_check, debug, kept)
+        leaves_out = kept is None and determinism_check == "default" and not debug
+        unread = Unread(usefulness) if leaves_out else None
+        return _under_transforms(capture, preserve_rng_state, determinism_check, debug, kept, unread)
 
     return remat_fn
 
 
 def _under_transforms(
-    capture: Capture, preserve_rng_state: bool, determinism_check: DeterminismCheck, debug: bool, kept: Kept | None
+    capture: Capture,
+    preserve_rng_state: bool,
+    determinism_check: DeterminismCheck,
+    debug: bool,
+    kept: Kept | None,
+    unread: Unread | None,
 ) -> Any:
     check_layouts(capture)
     start = random_state(capture.tensors, capture.generators)
@@ -173,7 +183,7 @@ def _under_transforms(
     if not operands or not _is_differentiated(kinds, capture.tensors) or _is_mapped_sparse(kinds, capture.tensors):
         with capture.exclusive():
             return function(*args, **kwargs)
-    call = UserCall(capture, ambient, Determinism(determinism_check), kept, kinds, debug)
+    call = UserCall(capture, ambient, Determinism(determinism_check), kept, unread, kinds, debug)
     try:
         result = unchangeable(invoke(call, operands), operands)
     except RematError:

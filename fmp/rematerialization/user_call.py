@@ -11,6 +11,7 @@ from fmp import _compat, tree
 from fmp.ambient import Ambient
 from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
+from fmp.rematerialization.early_stop import Unread
 from fmp.rematerialization.guards import Determinism, Guard, check_not_recorded, check_not_written, versions
 from fmp.rematerialization.op_trace import OpTrace, compared
 from fmp.rematerialization.recording import Kept
@@ -26,6 +27,7 @@ class UserCall(Region):
         ambient: What surrounds the call.
         determinism: Compares the results.
         kept: The values inside that are kept instead of recomputed.
+        unread: The values inside that may be left out of a recomputation.
         levels: The kinds of the transforms in progress.
         debug: Whether to write down the operators of both passes, for the error if the results differ.
     """
@@ -36,6 +38,7 @@ class UserCall(Region):
         ambient: Ambient,
         determinism: Determinism,
         kept: Kept | None = None,
+        unread: Unread | None = None,
         levels: tuple[Any, ...] = (),
         debug: bool = False,
     ):
@@ -45,6 +48,7 @@ class UserCall(Region):
         self._ambient = ambient
         self._determinism = determinism
         self._kept = Kept(nothing) if debug and kept is None else kept
+        self._unread = unread
         self.tracked = tracked(capture.tensors)
         self._trace = OpTrace() if debug else None
 
@@ -66,6 +70,8 @@ class UserCall(Region):
         # Mappings in progress here stand for those of the call; at other places, what they wrap means something else.
         if all(kind == _compat.VMAP for kind in self.levels[: len(_compat.transforms())]):
             guard.release()
+        if guard.has_met_opaque:
+            self._unread = None
         self._determinism.note(result)
         self._capture.snapshot.settle()
         original = {id(new): operand for new, operand in zip(detached, operands, strict=True)}
@@ -85,6 +91,15 @@ class UserCall(Region):
             raise RematError(f"{error}\n{compared(self._trace, trace)}") from error
         return result
 
+    def again_for_its_graph(self, *operands: Tensor) -> Any:
+        """Calls the function once more, and leaves out what no gradient needs."""
+        with self._unread.again() if self._unread else nullcontext():
+            return self.again(*operands)
+
+    def lacks_values(self) -> bool:
+        """Says whether something was needed that `again_for_its_graph` left out."""
+        return self._unread is not None and self._unread.is_needed()
+
     def call(self, operands: Sequence[Tensor]) -> Any:
         """Calls the function with other tensors in place of those that it reaches."""
         result = self._capture.called(operands, check_effects=self.plan is None)
@@ -92,7 +107,8 @@ class UserCall(Region):
         return (result, left) if left else result
 
     def _recorded_call(self, operands: Sequence[Tensor]) -> Any:
-        with self._kept.recording() if self._kept else nullcontext():
+        recorded = self._kept or self._unread
+        with recorded.recording() if recorded else nullcontext():
             return self.call(operands) if self._trace is None else self._traced_call(self._trace, operands)
 
     def _traced_call(self, trace: OpTrace, operands: Sequence[Tensor]) -> Any:

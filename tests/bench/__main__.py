@@ -1,7 +1,7 @@
 """Measures fmp next to its peers and prints one table of ratios.
 
     python -m tests.bench                    # everything, about ten minutes on two cores
-    python -m tests.bench --only mlp         # one of lm, mlp, optimizers, ops, memory, remat, df11, numerics
+    python -m tests.bench --only mlp         # one section; --help lists them
     python -m tests.bench --threads 2
 
 JAX is measured if `jax`, `jmp` and `optax` are installed; nothing else in fmp needs them.
@@ -9,6 +9,7 @@ JAX is measured if `jax`, `jmp` and `optax` are installed; nothing else in fmp n
 
 import argparse
 import importlib.util
+import itertools
 import json
 import platform
 from dataclasses import asdict, dataclass
@@ -19,11 +20,12 @@ import torch
 from tqdm import tqdm
 
 import fmp
-from tests.bench import df11_step, record_step, remat_block
+from tests.bench import df11_step, record_step, remat_block, zero_bytes
 from tests.bench.harness import Contender, race
 from tests.bench.measured_peak import measured_errors
 from tests.bench.memory_peaks import gradient_peaks, step_peak
 from tests.bench.op_overhead import op_microseconds
+from tests.distributed.processes import run
 from tests.memory import peak_bytes
 
 RESULTS = Path(__file__).parent / "results"
@@ -226,6 +228,23 @@ def numerics_rows(arguments: argparse.Namespace) -> list[Row]:
     return [row for row in rows if row]
 
 
+def distributed_rows(arguments: argparse.Namespace) -> list[Row]:
+    """What a step on several processes sends and keeps, next to ZeRO's arithmetic; `zero_bytes` says how it counts."""
+    rows = []
+    for ranks, zero in itertools.product((2, 4), (0, 1, 3)):
+        found = zero_bytes.largest(run(ranks, zero_bytes.measure, zero))
+        pairs = [
+            ("sent, by collectives", found.collectives, found.least_sent, 1 / 1.01),
+            ("sent, by gloo's sockets", found.sockets, found.least_sent, 0.0),  # which is gloo's affair
+            ("state", found.state, found.least_state, 1 / 1.01),
+        ]
+        rows += [
+            Row(f"zero={zero}, {ranks} ranks, {what}: fmp / ZeRO", mine, least, "B/param", least / mine, target)
+            for what, mine, least, target in pairs
+        ]
+    return rows
+
+
 def compare(
     what: str, found: dict[str, float | None], mine: str, peer: str, target: float, unit: str = "ms"
 ) -> Row | None:
@@ -255,13 +274,6 @@ def processor() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["lm", "mlp", "optimizers", "ops", "memory", "remat", "df11", "numerics"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--save", help="keep the table under tests/bench/results by this name")
-    arguments = parser.parse_args()
-
     sections = {
         "memory": memory_rows,
         "ops": op_rows,
@@ -270,8 +282,16 @@ def main() -> None:
         "remat": remat_rows,
         "df11": df11_rows,
         "numerics": numerics_rows,
+        "distributed": distributed_rows,
         "lm": lm_rows,
     }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(sections))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--save", help="keep the table under tests/bench/results by this name")
+    arguments = parser.parse_args()
+
     chosen = [arguments.only] if arguments.only else list(sections)
     rows = [row for name in tqdm(chosen, desc="benchmarks") for row in sections[name](arguments)]
     heading = (

@@ -22,7 +22,7 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
-from fmp.optim.fused import Request, check_numbers, counted, one_pass, stacked
+from fmp.optim.fused import Request, check_numbers, counted, one_pass, stacked, together
 from fmp.optim.masks import Mask, selector
 from fmp.optim.one_launch import Leaves, in_one_launch
 from fmp.optim.torch_kernel import Launch, overwrite
@@ -246,18 +246,19 @@ def _adam(
     ) -> tuple[Tree, AdamState] | None:
         rate = scheduled(learning_rate, state.count)
         ages, spec = tree.flatten(state.ages)
-        new_ages = list(ages)
+        new_ages, kept = list(ages), together(ages)
 
         def run_torchs(on: Launch, decays: bool = True) -> None:
             run = _compat.fused_adamw_ if decoupled else _compat.fused_adam_
             device = on.params[0].device
-            age = stacked([ages[index] for index in on.indices])
+            are_all = len(kept) < len(ages) == len(on.indices)
+            age = kept[0] if are_all else stacked([ages[index] for index in on.indices])
             run(
                 on.params,
                 on.grads,
                 *on.moments,
                 [],  # the largest second moments, for amsgrad
-                list((age + 1).to(device, torch.float32).unbind()),
+                _steps(age, device),
                 lr=rate.to(device) if isinstance(rate, torch.Tensor) else rate,
                 **(options if decays else options | {"weight_decay": 0.0}),
                 amsgrad=False,
@@ -273,7 +274,7 @@ def _adam(
             params,
             state.first_moment,
             state.second_moment,
-            others=(rate, state.count, *ages),
+            others=(rate, state.count, *kept),
             kinds=None if mask is None else select(params),
             finite=finite,
             donate=donate,
@@ -284,3 +285,11 @@ def _adam(
         return params, AdamState(counted(state.count, finite), tree.unflatten(spec, new_ages), first, second)
 
     return GradientTransformation(init, update, one_pass(update, launch, on_torchs_kernel))
+
+
+def _steps(ages: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """Lists the numbers of the updates to come, as torch's kernel takes them; it reads them only."""
+    steps = (ages + 1).to(device, torch.float32)
+    if steps.is_cpu and len(set(steps.tolist())) == 1:  # to take them apart takes as long as a small update
+        return [steps[0]] * len(steps)
+    return list(steps.unbind())

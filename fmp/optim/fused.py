@@ -144,24 +144,30 @@ def counted(count: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
     return count + 1 if finite is None else count + finite.to(count.device)
 
 
-def stacked(counts: list[torch.Tensor]) -> torch.Tensor:
-    """Stacks the counts of many parameters.
+def together(counts: list[Any]) -> list[torch.Tensor]:
+    """Finds counts of many parameters in the one vector that they were taken out of, as those of the last update were.
 
-    Counts that were taken out of one vector, as those of the last update were, are found there: a stack of a hundred
-    tensors takes as long as the kernel for small ones.
+    Returns:
+        The vector; the counts themselves if there is none.
 
     Example:
         >>> vector = torch.arange(3)
-        >>> stacked(list(vector.unbind())) is vector
+        >>> together(list(vector.unbind()))[0] is vector
         True
     """
-    vector = counts[0]._base
+    vector = counts[0]._base if counts and type(counts[0]) is torch.Tensor else None
     if vector is None or (vector.shape, vector.dtype) != ((len(counts),), counts[0].dtype):
-        return torch.stack(counts)
-    if any(map(is_not, map(_BASE, counts), repeat(vector))):
-        return torch.stack(counts)
+        return counts
+    if {torch.Tensor} != set(map(type, counts)) or any(map(is_not, map(_BASE, counts), repeat(vector))):
+        return counts
     in_order = list(map(torch.Tensor.storage_offset, counts)) == list(range(len(counts)))
-    return vector if in_order else torch.stack(counts)
+    return [vector] if in_order else counts
+
+
+def stacked(counts: list[torch.Tensor]) -> torch.Tensor:
+    """Stacks the counts of many parameters, or finds their stack: to make it takes as long as a small update."""
+    found = together(counts)
+    return found[0] if len(found) < len(counts) else torch.stack(counts)
 
 
 def check_numbers(**options: Any) -> None:

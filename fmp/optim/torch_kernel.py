@@ -1,6 +1,6 @@
 """Whole trees for torch's fused kernels, which overwrite lists of tensors of one device and dtype."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch
 from fmp import _compat, tree
 from fmp.dtypes import full_precision
 from fmp.optim import checks
-from fmp.optim.aliasing import PLAIN, overlap, shares_memory
+from fmp.optim.aliasing import NBYTES, PLAIN, intervals_from, intervals_of, intervals_overlap, shares_memory
 from fmp.optim.base import check_trainable
 
 Tree = Any
@@ -71,59 +71,83 @@ def overwrite(
     new_columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
     due = [index for index, grad in enumerate(grad_leaves) if grad is not None]
     columns = [_chosen(column, due) for column in (grad_leaves, *new_columns)]
-    if any(type(None) in set(map(type, column)) for column in columns):
-        _check_shapes(grads, grad_leaves, new_columns)
     everything = list(chain.from_iterable(columns))
+    if type(None) in map(type, everything):
+        _check_shapes(grads, grad_leaves, new_columns)
     others = [other for other in others if isinstance(other, torch.Tensor)]
-    if not _are_plain(everything, others):
+    addresses = _addresses(everything, others)
+    if addresses is None:
         return None
+    are_contiguous = all(map(torch.Tensor.is_contiguous, everything))
     dtypes = list(map(_DTYPE, columns[1]))
     if not all(dtype.is_floating_point for dtype in set(dtypes)) or any(map(torch.is_complex, columns[0])):
         check_trainable(grads, grad_leaves, new_columns[0])
     grad_shapes, *shapes = [list(map(_SHAPE, column)) for column in columns]
     if any(found != grad_shapes for found in shapes):
         _check_shapes(grads, grad_leaves, new_columns)
-    if donate:
-        written, read = list(chain.from_iterable(new_columns)), [*columns[0], *others]
-        # If all leaves are due, they have been looked at.
-        donate = not (overlap if len(due) == len(grad_leaves) else shares_memory)(written, read)
+    if donate and are_contiguous and len(due) == len(grad_leaves):
+        sizes, count = list(map(NBYTES, everything)), len(due)
+        read, written = [intervals_from(addresses[part], sizes[part]) for part in (slice(count), slice(count, None))]
+        elsewhere = intervals_of(others)
+        donate = not intervals_overlap(written, (read[0] + elsewhere[0], read[1] + elsewhere[1]))
+    elif donate:
+        donate = not shares_memory(chain.from_iterable(new_columns), [*columns[0], *others])
 
-    groups: dict[Any, list[int]] = {}
     kinds_due = [()] * len(due) if kinds is None else [(kinds[index],) for index in due]
-    for place, key in enumerate(zip(map(_DEVICE, columns[1]), dtypes, kinds_due, strict=True)):
-        groups.setdefault(key, []).append(place)
+    groups = _places_by_key(list(zip(map(_DEVICE, columns[1]), dtypes, kinds_due, strict=True)))
     for (device, dtype, kind), places in groups.items():
         its_grads, old, *its_moments = [_chosen(column, places) for column in columns]
-        new = _writable(old, full_precision(dtype), donate)
+        as_they_are = donate and are_contiguous
+        new = _writable(old, full_precision(dtype), donate, as_they_are)
         launch = Launch(
             _chosen(due, places),
             new,
-            _laid_out_as(new, its_grads, donate=True),
-            tuple([_laid_out_as(new, moment, donate) for moment in its_moments]),
+            _laid_out_as(new, its_grads, True, are_contiguous),
+            tuple([_laid_out_as(new, moment, donate, as_they_are) for moment in its_moments]),
             skip=None if finite is None else (~finite).to(device, torch.float32),
         )
         kernel(launch, *kind)
         for column, leaves in zip(new_columns, (_narrowed(new, old, finite), *launch.moments), strict=True):
-            for index, leaf in zip(launch.indices, leaves, strict=True):
-                column[index] = leaf
+            _put(leaves, column, launch.indices)
     return tuple(tree.unflatten(spec, column) for column in new_columns)
 
 
 _DTYPE, _SHAPE, _DEVICE = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
-_LAYOUT, _REQUIRES_GRAD = attrgetter("layout"), attrgetter("requires_grad")
-_IS_CPU = attrgetter("is_cpu")
+_REQUIRES_GRAD, _IS_CPU = attrgetter("requires_grad"), attrgetter("is_cpu")
 
 
-def _are_plain(tensors: list[Any], others: list[torch.Tensor]) -> bool:
-    if not PLAIN.issuperset(map(type, tensors)) or not {torch.strided}.issuperset(map(_LAYOUT, tensors)):
-        return False
+def _addresses(tensors: list[Any], others: list[torch.Tensor]) -> list[int] | None:
+    """Where the memory of each tensor begins; None if there is one that is more than memory with a shape."""
+    if not PLAIN.issuperset(map(type, tensors)) or not PLAIN.issuperset(map(type, others)):
+        return None
     if not all(map(_IS_CPU, tensors)) and not {"cpu", "cuda"} >= {device.type for device in map(_DEVICE, tensors)}:
-        return False
-    if any(map(torch.Tensor.is_neg, tensors)) or any(map(_compat.is_zero_tensor, tensors)):
-        return False
-    if not PLAIN.issuperset(map(type, others)):
-        return False
-    return not torch.is_grad_enabled() or not any(map(_REQUIRES_GRAD, chain(tensors, others)))
+        return None
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, chain(tensors, others))):
+        return None
+    if any(map(torch.Tensor.is_neg, tensors)):
+        return None
+    try:
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # a sparse one has none
+        return None
+    return None if 0 in addresses and any(map(_compat.is_zero_tensor, tensors)) else addresses
+
+
+def _places_by_key(keys: list[Any]) -> dict[Any, list[int]]:
+    if keys and keys.count(keys[0]) == len(keys):
+        return {keys[0]: list(range(len(keys)))}
+    groups: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        groups.setdefault(key, []).append(place)
+    return groups
+
+
+def _put(leaves: list[Any], column: list[Any], indices: list[int]) -> None:
+    if len(indices) == len(column):
+        column[:] = leaves
+        return
+    for index, leaf in zip(indices, leaves, strict=True):
+        column[index] = leaf
 
 
 def _chosen(items: list[Any], places: list[int]) -> list[Any]:
@@ -143,17 +167,13 @@ def _check_shapes(grads: Tree, grad_leaves: list[Any], columns: list[list[Any]])
                 )
 
 
-def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool) -> list[torch.Tensor]:
+def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool, as_they_are: bool) -> list[torch.Tensor]:
     # A kernel sees memory, not strides: entries must neither overlap nor leave gaps. A copy never does.
     if params[0].dtype != dtype:
         params, donate = [param.to(dtype) for param in params], True
-    if donate and _are_contiguous(params):
+    elif as_they_are:
         return params
     return [param if donate and _is_dense(param) else _copy(param) for param in params]
-
-
-def _are_contiguous(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -161,18 +181,21 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _laid_out_as(params: list[torch.Tensor], others: list[torch.Tensor], donate: bool) -> list[torch.Tensor]:
-    if donate and {params[0].dtype}.issuperset(map(_DTYPE, others)) and _are_contiguous(chain(params, others)):
+def _laid_out_as(
+    params: list[torch.Tensor], others: list[torch.Tensor], donate: bool, are_contiguous: bool
+) -> list[torch.Tensor]:
+    if are_contiguous and {params[0].dtype}.issuperset(map(_DTYPE, others)):
         return others
-    return [
-        other
-        if donate and other.dtype == param.dtype and other.stride() == param.stride()
-        else torch.empty_like(param).copy_(other)
-        for param, other in zip(params, others, strict=True)
-    ]
+    found = []
+    for param, other in zip(params, others, strict=True):
+        if other.dtype == param.dtype and other.stride() == param.stride() and (donate or other.is_contiguous()):
+            found.append(other if donate else other.clone())
+        else:
+            found.append(torch.empty_like(param).copy_(other))
+    return found
 
 
 def _narrowed(new: list[torch.Tensor], old: list[torch.Tensor], finite: torch.Tensor | None) -> list[torch.Tensor]:

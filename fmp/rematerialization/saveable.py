@@ -99,9 +99,16 @@ class Names:
 
 
 nothing = Nothing()
+"""Keeps nothing but the operands: the whole function is computed again."""
+
 everything = Everything()
+"""Keeps what autograd would keep, as without remat."""
+
 dots = Dots(batched=True)
+"""Keeps the results of matrix products and of fused attention."""
+
 dots_with_no_batch_dims = Dots(batched=False)
+"""Keeps the results of products without batch dimensions: those of linear layers, not those of attention."""
 
 
 def only_names(*names: str) -> Names:
@@ -134,6 +141,11 @@ def any_except_names(*names: str) -> Names:
 
     Raises:
         TypeError: If one is not a string.
+
+    Example:
+        >>> kept = any_except_names("logits")
+        >>> kept.keeps("scores"), kept.keeps("logits")
+        (True, False)
     """
     return Names(_checked("any_except_names", names), but=True)
 
@@ -149,6 +161,10 @@ def offload_names(*names: str) -> Names:
 
     Raises:
         TypeError: If one is not a string.
+
+    Example:
+        >>> offload_names("hidden").offload
+        True
     """
     return Names(_checked("offload_names", names), offload=True)
 

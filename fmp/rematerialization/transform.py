@@ -69,12 +69,13 @@ def remat(
 
     Without a transform this is `torch.utils.checkpoint`, which stops recomputing where nothing more is needed. Under
     one the whole function runs again, but for the products of matrices and convolutions that no gradient reads, as the
-    last one of most blocks; with another `determinism_check` than "default", `debug` or a `saveable`, all run. A tensor that is used several times inside and outside of the function
-    may there get a gradient that differs in the last bit, since the uses inside are added up first. So may one for
-    which torch has another formula if `torch.func.grad` records it, as of layer norm. Inside of a module that is
-    applied with a seed, and with `determinism_check="bitwise"`, it works as under a transform. There torch adds up some
-    linear layers in another order, and fills what is not contiguous with random numbers in another order. Nested
-    forward mode runs the function as it is, and so does `vmap` where torch can map it, but not its derivative.
+    last one of most blocks; with another `determinism_check` than "default", `debug` or a `saveable`, all run. A tensor
+    that is used several times inside and outside of the function may there get a gradient that differs in the last bit,
+    since the uses inside are added up first. So may one for which torch has another formula if `torch.func.grad`
+    records it, as of layer norm. Inside of a module that is applied with a seed, and with
+    `determinism_check="bitwise"`, it works as under a transform. There torch adds up some linear layers in another
+    order, and fills what is not contiguous with random numbers in another order. Nested forward mode runs the function
+    as it is, and so does `vmap` where torch can map it, but not its derivative.
 
     One thread at a time runs a call of a module; others wait. Code that is not under remat must not use the module
     meanwhile in another thread.

@@ -28,7 +28,7 @@ def nan_for_no_value():
 
 
 def products_of(call):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         result = call()
     products = [event for event in profile.events() or () if event.name in ("aten::mm", "aten::addmm")]
     # Where a mode sees an operator, what it runs itself is inside.

@@ -118,6 +118,14 @@ def load(like: Tree, path: str | os.PathLike[str]) -> Tree:
             names what does not fit, leaf by leaf.
         TypeError: If `like` has leaves that no checkpoint can hold.
         OSError: If the file cannot be opened.
+
+    Example:
+        >>> import tempfile
+        >>> state = {"w": torch.ones(2), "step": torch.tensor(3)}
+        >>> path = f"{tempfile.mkdtemp()}/state.fmp"
+        >>> save(state, path)
+        >>> load({"w": torch.zeros(2), "step": torch.tensor(0)}, path)
+        {'w': tensor([1., 1.]), 'step': tensor(3)}
     """
     wanted = outline(like)
     if os.path.isdir(path):

@@ -73,7 +73,13 @@ def part_of_batch(index: int) -> Iterator[None]:
 
 
 def current_part() -> int:
-    """Returns the index of the `part_of_batch` around the caller; 0 without one."""
+    """Returns the index of the `part_of_batch` around the caller; 0 without one.
+
+    Example:
+        >>> with part_of_batch(1):
+        ...     current_part()
+        1
+    """
     return _part.index
 
 

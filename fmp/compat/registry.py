@@ -84,12 +84,30 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Makes `module.name` run in float32, see `register_half_function`; also what makes a banned function allowed."""
+    """Makes `module.name` run in float32, see `register_half_function`; also what makes a banned function allowed.
+
+    Example:
+        >>> from fmp.compat import amp
+        >>> amp.register_float_function(torch, "mm")
+        >>> model = amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", half_dtype="bf16", verbosity=0)
+        >>> torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
+        torch.float32
+        >>> amp.shutdown()
+    """
     registry.add("full", module, name)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Makes `module.name` run in the widest dtype among its arguments, see `register_half_function`."""
+    """Makes `module.name` run in the widest dtype among its arguments, see `register_half_function`.
+
+    Example:
+        >>> from fmp.compat import amp
+        >>> amp.register_promote_function(torch, "mm")
+        >>> model = amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", half_dtype="bf16", verbosity=0)
+        >>> torch.mm(torch.ones(1, 1).bfloat16(), torch.ones(1, 1)).dtype
+        torch.float32
+        >>> amp.shutdown()
+    """
     registry.add("promote", module, name)
 
 
@@ -118,12 +136,28 @@ def half_function(fn: Fn) -> Fn:
 
 
 def float_function(fn: Fn) -> Fn:
-    """Casts the floating-point tensors in the arguments of a function to float32, see `half_function`."""
+    """Casts the floating-point tensors in the arguments of a function to float32, see `half_function`.
+
+    Example:
+        >>> from fmp.compat import amp
+        >>> model = amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", half_dtype="bf16", verbosity=0)
+        >>> amp.float_function(lambda x: x.dtype)(torch.ones(1).bfloat16())
+        torch.float32
+        >>> amp.shutdown()
+    """
     return _casting("float_function", fn, lambda caster, found: torch.float32)
 
 
 def promote_function(fn: Fn) -> Fn:
-    """Casts the floating-point tensors in the arguments of a function to the widest of them, see `half_function`."""
+    """Casts the floating-point tensors in the arguments of a function to the widest of them, see `half_function`.
+
+    Example:
+        >>> from fmp.compat import amp
+        >>> model = amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", half_dtype="bf16", verbosity=0)
+        >>> amp.promote_function(lambda x, y: x.dtype)(torch.ones(1).bfloat16(), torch.ones(1))
+        torch.float32
+        >>> amp.shutdown()
+    """
     return _casting("promote_function", fn, lambda caster, found: functools.reduce(torch.promote_types, found))
 
 

@@ -86,6 +86,13 @@ def load(path: str | os.PathLike[str], *, decompress: bool = False) -> Tree:
             bytes of every tensor are checked, and the bits of those that are restored.
         RuntimeError: Inside of a `torch.func` transform or `torch.compile`.
         OSError: If there is no such file, or it cannot be opened.
+
+    Example:
+        >>> import tempfile
+        >>> path = f"{tempfile.mkdtemp()}/model.safetensors"
+        >>> save(fmp.df11.compress({"w": torch.full((64, 128), 0.5).bfloat16(), "b": torch.zeros(2)}), path)
+        >>> load(path)
+        {'b': tensor([0., 0.]), 'w': df11[64,128]}
     """
     if os.path.isdir(path):
         return _load_folder(path, decompress)

@@ -65,6 +65,11 @@ def merge(params: Tree, master: Tree, *, form: str | None = "f32") -> Tree:
 
     Raises:
         TypeError: If the form is `"f32"` and a master is what another form keeps.
+
+    Example:
+        >>> params, masters = {"w": torch.ones(1).bfloat16()}, {"w": torch.tensor([1.001])}
+        >>> merge(params, masters)
+        {'w': tensor([1.0010])}
     """
     chosen = _form(form)
 

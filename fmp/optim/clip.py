@@ -65,6 +65,11 @@ def clip_to_norm(grads: Tree, norm: torch.Tensor, max_norm: Scalar) -> Tree:
     Raises:
         TypeError: If `norm` is not a tensor.
         ValueError: If `norm` has dimensions, or `max_norm` is negative or NaN.
+
+    Example:
+        >>> grads = {"w": torch.tensor([3.0, 4.0])}
+        >>> clip_to_norm(grads, fmp.global_norm(grads), 1.0)
+        {'w': tensor([0.6000, 0.8000])}
     """
     factor = clip_factor(norm, max_norm)
 
@@ -90,6 +95,10 @@ def clip_factor(norm: torch.Tensor, max_norm: Scalar) -> torch.Tensor:
     Raises:
         TypeError: If `norm` is not a tensor.
         ValueError: If `norm` has dimensions, or `max_norm` is negative or NaN.
+
+    Example:
+        >>> clip_factor(torch.tensor(5.0), 1.0), clip_factor(torch.tensor(0.5), 1.0)
+        (tensor(0.2000), tensor(1.))
     """
     if not isinstance(norm, torch.Tensor):
         raise TypeError(f"norm must be a 0-dim tensor, as fmp.global_norm returns it, got {norm!r}")

@@ -47,6 +47,11 @@ def values(dtype: torch.dtype) -> SearchStrategy[float]:
 
     Raises:
         ValueError: If the dtype is another one.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(values(torch.float16), lambda drawn: drawn > 60000) <= 65504
+        True
     """
     if dtype not in _WIDTHS:
         raise ValueError(f"dtype must be one of {[short_name(known) for known in DTYPES]}, got {dtype}")
@@ -71,6 +76,11 @@ def tensors(
 
     Returns:
         The strategy.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(tensors([torch.float16]), lambda drawn: drawn.numel() == 0).dtype
+        torch.float16
     """
     dtype, shape = draw(st.sampled_from(list(dtypes))), draw(st.sampled_from(list(shapes)))
     return _filled(draw, dtype, shape)
@@ -109,6 +119,11 @@ def params(dtypes: Sequence[torch.dtype] = DTYPES, *, max_leaves: int = 6) -> Se
 
     Returns:
         The strategy.
+
+    Example:
+        >>> from hypothesis import find
+        >>> type(find(params(), lambda drawn: bool(drawn)))
+        <class 'dict'>
     """
     integers = st.builds(lambda size: torch.arange(size), st.integers(0, 3))
     # A list keeps the share of integers small: each `|` would give them half.
@@ -133,6 +148,11 @@ def gradients(
     Raises:
         KeyError: If a path of `nonfinite` is not one of a floating-point leaf.
         ValueError: If the leaf there, or with True the whole tree, has no element that could be non-finite.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(gradients({"w": torch.ones(())}, nonfinite={"w": math.inf}), lambda drawn: True)
+        {'w': tensor(inf)}
     """
     sizes = {path: leaf.numel() for path, leaf in tree.items(like) if is_castable(leaf)}
     filled = [path for path, size in sizes.items() if size]
@@ -172,6 +192,11 @@ def histories(length: int) -> SearchStrategy[list[bool]]:
 
     Returns:
         The strategy. Runs of one verdict, and one bad step among good ones, come up often.
+
+    Example:
+        >>> from hypothesis import find
+        >>> len(find(histories(3), lambda drawn: sum(drawn) == 2))
+        3
     """
     one_bad = st.integers(0, max(length - 1, 0)).map(lambda bad: [step != bad for step in range(length)])
     constant = st.booleans().map(lambda verdict: [verdict] * length)

@@ -17,6 +17,14 @@ def static(**kwargs: Any) -> Any:
 
     Returns:
         The dataclass field. Its values must be hashable and comparable.
+
+    Example:
+        >>> @fmp.tree.dataclass
+        ... class Scaled:
+        ...     value: torch.Tensor
+        ...     factor: float = fmp.tree.static(default=2.0)
+        >>> fmp.tree.leaves(Scaled(torch.tensor(1.0)))
+        [tensor(1.)]
     """
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
@@ -78,6 +86,13 @@ def replace(node: T, **changes: Any) -> T:
 
     Raises:
         TypeError: If a name is not a field of the class.
+
+    Example:
+        >>> @fmp.tree.dataclass
+        ... class Count:
+        ...     value: torch.Tensor
+        >>> replace(Count(torch.tensor(1)), value=torch.tensor(2))
+        Count(value=tensor(2))
     """
     names = [field.name for field in dataclasses.fields(cast(Any, node))]
     if unknown := changes.keys() - set(names):

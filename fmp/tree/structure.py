@@ -14,14 +14,26 @@ Spec = optree.PyTreeSpec | _traced.Spec
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Spec]:
-    """Takes a tree apart into its leaves and its structure; None is a leaf."""
+    """Takes a tree apart into its leaves and its structure; None is a leaf.
+
+    Example:
+        >>> found, spec = flatten({"a": 1, "b": None})
+        >>> found
+        [1, None]
+    """
     if torch.compiler.is_compiling():
         return _traced.flatten(tree)
     return optree.tree_flatten(tree, none_is_leaf=True)
 
 
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
-    """Puts leaves back into a structure that `flatten` returned."""
+    """Puts leaves back into a structure that `flatten` returned.
+
+    Example:
+        >>> found, spec = flatten({"a": 1, "b": (2, 3)})
+        >>> unflatten(spec, [10 * leaf for leaf in found])
+        {'a': 10, 'b': (20, 30)}
+    """
     return spec.unflatten(leaves)
 
 
@@ -36,7 +48,12 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def structure(tree: Tree) -> Spec:
-    """Returns the structure of a tree; two trees that can be mapped together have equal ones."""
+    """Returns the structure of a tree; two trees that can be mapped together have equal ones.
+
+    Example:
+        >>> structure({"a": 1}) == structure({"a": 2}), structure({"a": 1}) == structure([1])
+        (True, False)
+    """
     return flatten(tree)[1]
 
 
@@ -63,13 +80,23 @@ def map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
 
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
-    """Like `map`, with the leaf's path (`blocks/3/attn/qkv`) as the function's first argument."""
+    """Like `map`, with the leaf's path (`blocks/3/attn/qkv`) as the function's first argument.
+
+    Example:
+        >>> map_with_path(lambda path, leaf: f"{path}={leaf}", {"a": {"b": 1}})
+        {'a': {'b': 'a/b=1'}}
+    """
     spec = structure(tree)
     return map(fn, spec.unflatten(paths(tree)), tree, *rests)
 
 
 def join(path: tuple[Any, ...]) -> str:
-    """Writes a path of keys, indices and field names as one string."""
+    """Writes a path of keys, indices and field names as one string.
+
+    Example:
+        >>> join(("blocks", 3, "w"))
+        'blocks/3/w'
+    """
     return "/".join(str(part) for part in path)
 
 
@@ -90,7 +117,12 @@ def paths(tree: Tree) -> list[str]:
 
 
 def items(tree: Tree) -> Iterator[tuple[str, Any]]:
-    """Iterates over the pairs of path and leaf."""
+    """Iterates over the pairs of path and leaf.
+
+    Example:
+        >>> list(items({"a": {"b": 1}, "c": 2}))
+        [('a/b', 1), ('c', 2)]
+    """
     return zip(paths(tree), leaves(tree), strict=True)
 
 

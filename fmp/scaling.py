@@ -7,11 +7,11 @@ Regularisation goes before `scale`, clipping after `unscale`.
 """
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.kernels import loss_scale as loss_scale_kernel, multi_tensor
 from fmp.kernels.eligible import are_plain, usable
@@ -89,7 +89,7 @@ class StaticLossScale:
 
     loss_scale: torch.Tensor
 
-    def __init__(self, value: float):
+    def __init__(self, value: float | torch.Tensor):
         object.__setattr__(self, "loss_scale", torch.tensor(_checked_scale("value", value), dtype=torch.float32))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ class DynamicLossScale:
 
     def __init__(
         self,
-        init_scale: float = 2.0**16,
+        init_scale: float | torch.Tensor = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -229,11 +229,12 @@ class DynamicLossScale:
         return tree.replace(self, loss_scale=loss_scale, growth_count=torch.where(grow, 0, count))
 
 
-def loss_scale(value: "str | float | LossScale | None") -> LossScale:
+def loss_scale(value: "str | float | torch.Tensor | LossScale | None") -> LossScale:
     """Makes a loss scaler from what a command line or a config file gives.
 
     Args:
-        value: `"dynamic"`, a number or its string (`"128.0"`), None or `"none"` for no scaling, or a scaler.
+        value: `"dynamic"`, a number, a 0-dim tensor, a number's string (`"128.0"`), None or `"none"` for no scaling,
+            or a scaler.
 
     Returns:
         The scaler.
@@ -260,8 +261,8 @@ def loss_scale(value: "str | float | LossScale | None") -> LossScale:
             return StaticLossScale(float(name))
         except ValueError as error:
             raise ValueError(f"loss scale {value!r}: use 'dynamic', 'none' or a positive number") from error
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return StaticLossScale(value)
+    if _is_scalar(value) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return StaticLossScale(cast(Any, value))
     if isinstance(value, LossScale) and not isinstance(value, type):
         if any(leaf is value for leaf in tree.leaves(value)):
             raise TypeError(
@@ -303,6 +304,12 @@ def _kernel_adjusts(finite: torch.Tensor, scale: torch.Tensor, count: torch.Tens
     return fits and usable("loss_scale", [scale])
 
 
+def _is_scalar(value: Any) -> bool:
+    """Says whether a value is a number in a tensor, as `fmp.numerics.suggest_scale` returns it."""
+    is_tensor = isinstance(value, torch.Tensor) and not _compat.wrapped_by_transform(value)
+    return is_tensor and value.ndim == 0 and value.is_floating_point()
+
+
 def _checked_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
@@ -313,7 +320,7 @@ def _checked_number(name: str, value: Any) -> float:
 
 
 def _checked_scale(name: str, value: Any) -> float:
-    number = _checked_number(name, value)
+    number = _checked_number(name, value.item() if _is_scalar(value) else value)
     smallest = torch.finfo(torch.float32).tiny
     # Both the scale and its inverse must be normal float32 numbers.
     if not smallest <= number <= 1.0 / smallest:

@@ -53,6 +53,11 @@ def run(command: Callable[[argparse.Namespace], int], options: argparse.Namespac
         return USAGE
 
 
+def warn(line: str) -> None:
+    """Prints a warning to whoever watches; the standard output stays what other programs read."""
+    _print_error(line, "warning: ")
+
+
 def discard_output() -> None:
     """Lets nothing be written to the standard output any more, not even at the end of the process."""
     with contextlib.suppress(OSError, ValueError):  # It may be none that has a number.

@@ -48,6 +48,23 @@ def test_units(capsys):
 )
 def test_numbers_of_parameters(capsys, text, number):
     assert output(capsys, "--params", text)["numbers"] == number
+    assert plan(text).bytes == plan(number).bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [(["--zero", 1], True), (["--zero", 3, "--gpus", 1], True), (["--zero", 1, "--gpus", 2], False), ([], False)],
+)
+def test_zero_without_gpus_says_that_it_changes_nothing(capsys, words, warned):
+    assert run("--params", "7B", "--json", *words) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["numbers"] == 7_000_000_000
+    warning = (
+        f"warning: --zero {words[1]} shares nothing out with one GPU; say among how many, with --gpus N\n"
+        if warned
+        else ""
+    )
+    assert shown.err == warning
 
 
 def test_options_reach_the_plan(capsys):

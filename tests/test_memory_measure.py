@@ -293,6 +293,29 @@ def test_what_is_refused():
         measure_step(fmp.train_step(looking, fmp.optim.sgd(0.1)), W, X)
 
 
+def test_it_says_what_init_would_be_given():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model, batch = fmp.functionalize(net), torch.empty(5, 3)
+
+    def loss_fn(params, batch, *, buffers):
+        out, buffers = model.apply(params, buffers, batch, train=True)
+        return out.square().mean(), buffers
+
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(0.1))
+    with pytest.raises(ValueError, match=r"step\.init\(params, buffers=\.\.\.\) would be given; pass them here"):
+        measure_step(step, model.params, batch)
+    with pytest.raises(TypeError, match=r"params is a TrainState.*pass what init\(params, buffers=\.\.\.\) was given"):
+        measure_step(step, step.init(model.params, buffers=model.buffers), batch)
+    for params, advice in ((net, r"fmp\.functionalize\(module\)\.params"), (model, r"model\.params")):
+        with pytest.raises(TypeError, match=f"not its parameters; pass {advice}"):
+            measure_step(step, params, batch)
+    with pytest.raises(ValueError, match="buffers: the loss does not take"):
+        measure_step(linear_step(), {"w": W}, X, buffers=model.buffers)
+    with pytest.raises(TypeError, match=r"got a Recorded; pass the step in it, its \.step"):
+        measure_step(fmp.numerics.record(step), model.params, batch)  # pyright: ignore[reportArgumentType]
+    assert measure_step(step, model.params, batch, buffers=model.buffers).live["buffers"][0] > 0
+
+
 def test_torch_says_when_a_backward_pass_runs():
     class Seen(torch.autograd.Function):
         @staticmethod

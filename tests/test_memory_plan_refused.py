@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "w: a plan counts what is trained as plain",
         {"model": {"w": torch.eye(3).to_sparse()}},
     ),
-    "a string": (TypeError, "got a str", {"model": "gpt2"}),
+    "a string": (ValueError, "model must be a number of parameters such as .* 7B, got 'gpt2'", {"model": "gpt2"}),
     "a leaf": (TypeError, "w: a plan is for", {"model": {"w": "gpt2"}}),
     "an optimizer": (ValueError, "'adamm' is not known", {"optimizer": "adamm"}),
     "no optimizer": (TypeError, "GradientTransformation", {"optimizer": 3}),

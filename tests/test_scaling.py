@@ -300,7 +300,7 @@ def test_gradients_flow_through_scaling():
         *[({"growth_interval": value}, TypeError) for value in (2.0, "3", None, True, math.nan)],
         *[({name: value}, TypeError) for name in (
             "init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale",
-        ) for value in (True, "2.0", None, torch.tensor(2.0), [2.0], 2j)],
+        ) for value in (True, "2.0", None, torch.tensor(2), torch.ones(1), [2.0], 2j)],
         ({"min_scale": 8.0, "max_scale": 4.0, "init_scale": 6.0}, ValueError),
         ({"init_scale": 0.5}, ValueError),
         ({"init_scale": 2.0**25}, ValueError),
@@ -317,6 +317,14 @@ def test_bad_static_scales_are_refused(value):
         StaticLossScale(value)
     with pytest.raises(TypeError, match="value must be a number, got True of type bool"):
         StaticLossScale(True)
+
+
+def test_a_tensor_that_is_a_number_is_one():
+    scale = fmp.numerics.suggest_scale({"w": torch.tensor([1e-9])}, "fp16")
+    assert fmp.tree.leaves(fmp.loss_scale(scale)) == [scale] == fmp.tree.leaves(StaticLossScale(scale))
+    assert DynamicLossScale(scale).loss_scale == scale
+    with pytest.raises(TypeError, match="value must be a number"):
+        torch.vmap(lambda scales: StaticLossScale(scales).loss_scale)(torch.ones(2))
 
 
 def test_nothing_is_refused_when_a_tree_is_rebuilt():
@@ -391,7 +399,7 @@ def test_parse_refuses_other_strings(value):
         scaling.loss_scale(value)
 
 
-@pytest.mark.parametrize("value", [True, [1], {}, torch.tensor(1.0), DynamicLossScale, object()])
+@pytest.mark.parametrize("value", [True, [1], {}, torch.tensor(1), torch.ones(1), DynamicLossScale, object()])
 def test_parse_refuses_other_types(value):
     with pytest.raises(TypeError, match="loss scale must be 'dynamic', a number, None or a scaler"):
         scaling.loss_scale(value)

@@ -1,10 +1,12 @@
 """Checks of numbers that are given as arguments, of Python, numpy or another library, and never flags."""
 
+import contextlib
 import math
 from numbers import Integral, Real
 from typing import Any
 
 MOST_BYTES = 2**63
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def is_number(value: Any) -> bool:
@@ -15,6 +17,24 @@ def is_number(value: Any) -> bool:
         (True, False, False)
     """
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def parameter_count(name: str, text: str) -> float:
+    """Reads a number of parameters as people write it.
+
+    Raises:
+        ValueError: If it is none, naming the argument.
+
+    Example:
+        >>> parameter_count("model", "7B"), parameter_count("model", "350M"), parameter_count("model", "3.5e9")
+        (7000000000, 350000000, 3500000000.0)
+    """
+    scale = _SUFFIXES.get(text[-1:].lower())
+    with contextlib.suppress(ValueError):
+        number = float(text) if scale is None else float(text[:-1]) * scale
+        if math.isfinite(number):
+            return number if scale is None else round(number)
+    raise ValueError(f"{name} must be a number of parameters such as 3.5e9, 350M or 7B, got {text!r}")
 
 
 def whole(name: str, value: Any, least: int = 0, below: int | None = None) -> int:

@@ -1,10 +1,8 @@
 """The command that counts bytes: `python -m fmp plan`."""
 
 import argparse
-import contextlib
 import importlib
 import json
-import math
 import sys
 from functools import partial
 from typing import Any
@@ -13,6 +11,7 @@ from fmp import files, terminal
 from fmp.master import FORMS
 from fmp.memory.accounting import EIGHT_BIT, OPTIMIZERS
 from fmp.memory.activations import REMAT, Transformer
+from fmp.memory.checks import parameter_count
 from fmp.memory.plan import plan
 from fmp.memory.planned import Plan
 from fmp.policy import Policy, opt_level
@@ -50,7 +49,9 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--accumulate", type=_count, default=1, metavar="N", help="the microbatches of a step")
     parser.add_argument("--average", action="store_true", help="keep a moving average of the parameters")
     parser.add_argument("--zero", type=int, default=0, choices=range(4), metavar="STAGE", help="the ZeRO stage, 0 to 3")
-    parser.add_argument("--gpus", type=_count, default=1, metavar="N", help="the devices that share the state")
+    parser.add_argument(
+        "--gpus", type=_count, default=1, metavar="N", help="the devices that share the state by --zero (%(default)s)"
+    )
     transformer = parser.add_argument_group("activations of a transformer")
     for name in _SIZES:
         transformer.add_argument(f"--{name}", type=_size if name == "vocabulary" else _count, metavar="N")
@@ -62,6 +63,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.zero and options.gpus == 1:
+        terminal.warn(f"--zero {options.zero} shares nothing out with one GPU; say among how many, with --gpus N")
     made = _made(options)
     if options.json in (None, "-"):
         if options.json:
@@ -93,7 +96,7 @@ def _counted(options: argparse.Namespace) -> Plan:
     if optimizer not in (*_NAMES, "none"):
         raise ValueError(f"--optimizer {options.optimizer!r} is not known; use one of {', '.join(_NAMES)}, or none")
     return plan(
-        _number(options.params),
+        parameter_count("--params", options.params),
         None if optimizer == "none" else optimizer,
         _policy(options),
         gradients=None if options.gradients == "none" else options.gradients,
@@ -127,15 +130,6 @@ def _transformer(options: argparse.Namespace) -> Transformer | None:
     if missing := [f"--{name}" for name in _NEEDED if name not in given]:
         raise ValueError(f"activations need {', '.join(missing)}, too")
     return Transformer(**given)
-
-
-def _number(text: str) -> float:
-    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower())
-    with contextlib.suppress(ValueError):
-        number = float(text) if scale is None else float(text[:-1]) * scale
-        if math.isfinite(number):
-            return number if scale is None else round(number)
-    raise ValueError(f"--params must be a number such as 3.5e9, 350M or 7B, got {text!r}")
 
 
 def _count(text: str, least: int = 1) -> int:

@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fmp import tree
 from fmp._compat import running_node
 from fmp.live_memory import Memory, Watch, storages, uncompiled
 from fmp.memory.holders import held
+from fmp.memory.measured_arguments import check_arguments
 from fmp.memory.stand_ins import looks_at_values, stand_ins
 from fmp.memory.units import in_unit
 from fmp.optim import GradientTransformation
@@ -115,18 +115,18 @@ def measure_step(step: TrainStep, params: Tree, batch: Tree, *, buffers: Tree = 
 
     Args:
         step: The step.
-        params: The parameters that `step.init` takes.
+        params: The parameters that `step.init` takes. The state is made of them here.
         batch: The batch.
-        buffers: The buffers, if the loss takes them.
+        buffers: The buffers that `step.init` takes, if the loss takes them.
         frozen: What the loss takes besides.
 
     Returns:
         The timeline.
 
     Raises:
-        TypeError: If `step` is no train step.
-        ValueError: As `fmp.memory.peak` with fake tensors; so if something looks at values, as `fmp.optim.from_torch`
-            does when its state begins.
+        TypeError: If `step` is no train step, or `params` a state or a model.
+        ValueError: If buffers are missing or not taken; and as `fmp.memory.peak` with fake tensors; so if something
+            looks at values, as `fmp.optim.from_torch` does when its state begins.
 
     Example:
         >>> def loss_fn(w, x):
@@ -140,8 +140,7 @@ def measure_step(step: TrainStep, params: Tree, batch: Tree, *, buffers: Tree = 
         >>> timeline.phases[timeline.peak_index]
         'update'
     """
-    if not isinstance(step, TrainStep):
-        raise TypeError(f"step must be what fmp.train_step returns, got {tree.describe(step)}")
+    check_arguments(step, params, buffers)
     config = step.config
     fns = {name: loss.fn for name, loss in config.losses.items()}
     parts = (fns, dict(config.optimizers), dict(config.scalers), config.microbatch_weight)

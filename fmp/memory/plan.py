@@ -11,7 +11,7 @@ from fmp.dtypes import parse_dtype, short_name
 from fmp.memory import accounting
 from fmp.memory.accounting import Amount, Moments, counted
 from fmp.memory.activations import Transformer, remat_name
-from fmp.memory.checks import amount, whole
+from fmp.memory.checks import amount, parameter_count, whole
 from fmp.memory.measured import Timeline
 from fmp.memory.model_sizes import ModelSizes, model_sizes
 from fmp.memory.planned import Plan
@@ -60,9 +60,10 @@ def plan(
         stage 3   params and compute copies, too        16 / N
 
     Args:
-        model: A number of parameters, an `nn.Module` (also on the meta device), an `fmp.Model`, or a tree of tensors,
-            shapes or numbers. A weight that a module ties counts once; one that requires no grad as a frozen one. Of
-            a tree each leaf counts, as `init` of a step copies each; if nothing is trained, shared ones count once.
+        model: A number of parameters, also as text such as `"7B"` or `"350M"`; an `nn.Module` (also on the meta
+            device), an `fmp.Model`, or a tree of tensors, shapes or numbers. A weight that a module ties counts once;
+            one that requires no grad as a frozen one. Of a tree each leaf counts, as `init` of a step copies each; if
+            nothing is trained, shared ones count once.
         optimizer: A name: adam, adamw, lamb, lion, adafactor, rmsprop, sgd, sgd_momentum, adam8bit, adamw8bit; or an
             optimizer. None trains nothing: there are the parameters alone.
         policy: A policy, its string form, or an opt level, `"O0"` to `"O3"`, with float16 as half; None leaves the
@@ -119,6 +120,8 @@ def plan(
         raise ValueError("loss_fn and batch are for a measurement: pass measure=True, or leave them out")
     unit_bytes(unit)
     remat = remat_name(remat)
+    if isinstance(model, str):
+        model = parameter_count("model", model)
     rules = _policy(policy, model)
     sizes = model_sizes(model, trains=optimizer is not None)
     _check_kept(rules, sizes)

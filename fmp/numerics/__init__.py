@@ -2,7 +2,7 @@
 
 from fmp.numerics.compare import Comparison as Comparison, compare as compare
 from fmp.numerics.differences import LeafDifference as LeafDifference
-from fmp.numerics.format_loss import FormatLoss as FormatLoss, loss_in as loss_in, suggest_scale as suggest_scale
+from fmp.numerics.format_loss import FormatLoss as FormatLoss, loss_in as loss_in
 from fmp.numerics.formats import FORMATS as FORMATS, Format as Format, number_format as number_format
 from fmp.numerics.histogram import Histogram as Histogram, histogram as histogram
 from fmp.numerics.history import History as History
@@ -24,6 +24,7 @@ from fmp.numerics.plots import (
     plot_underflow as plot_underflow,
 )
 from fmp.numerics.record import Recorded as Recorded, record as record
+from fmp.numerics.suggestion import suggest_scale as suggest_scale
 from fmp.numerics.watch import WatchState as WatchState, watch_gradients as watch_gradients
 
 __all__ = [

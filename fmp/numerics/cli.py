@@ -17,7 +17,9 @@ from fmp import terminal
 from fmp.df11 import model_files
 from fmp.df11.container import WeightFile
 from fmp.df11.model_files import ModelFiles
+from fmp.numerics import saved
 from fmp.numerics.inspection import TARGETS, Inspected, Lost, inspect
+from fmp.numerics.text import percent
 from fmp.terminal import OK, printable, with_bar
 
 _EXPLAINED = (
@@ -42,16 +44,41 @@ def add_commands(commands: Any) -> None:
         epilog="exit codes: 0 done; 1 a file is damaged; 2 it could not be done as asked",
     )
     parser.add_argument(
-        "source", metavar="PATH", help="a safetensors file, a folder of a Hugging Face model, or its index"
+        "source",
+        metavar="PATH",
+        help="a safetensors file, a folder of a Hugging Face model or its index, or a state dict from torch.save",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, also for an error")
     parser.set_defaults(run=partial(terminal.run, _inspect))
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    model = _find(options.source)
     if not options.json:
         _rich("table")  # to say so before the work, not after it
+    is_saved_by_torch = saved.is_saved_by_torch(options.source)
+    model = model_files.find(options.source) if is_saved_by_torch else _find(options.source)
+    tensors, files, size = _of_torch(model.root) if is_saved_by_torch else _of_safetensors(model)
+    if options.json:
+        left_out = [str(path) for path in model.left_out]
+        found = [_as_json(tensor, file) for tensor, file in zip(tensors, files, strict=True)]
+        print(json.dumps({"bytes": size, "tensors": found, "left_out": left_out}))
+    else:
+        tensors = _told_apart(tensors, files)
+        _print_table(tensors)
+        _print_summary(tensors, size, model)
+    return OK
+
+
+def _of_torch(path: Path) -> tuple[list[Inspected], list[str], int]:
+    """Looks into a file of `torch.save`; returns its tensors, the file of each, and the bytes."""
+    tensors = saved.saved_tensors(path)
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    found = [inspect(name, tensors[name]) for name in with_bar(list(tensors), sizes, path.name)]
+    return found, [path.name] * len(found), os.path.getsize(path)
+
+
+def _of_safetensors(model: ModelFiles) -> tuple[list[Inspected], list[str], int]:
+    """Looks into the files of a model; returns its tensors, the file of each, and the bytes."""
     tensors: list[Inspected] = []
     files: list[str] = []
     size = 0
@@ -62,15 +89,7 @@ def _inspect(options: argparse.Namespace) -> int:
                 tensors.append(_read(weights, name))
                 files.append(str(file) if model.is_folder else Path(weights.path).name)
             size += os.path.getsize(model.root / file)
-    if options.json:
-        left_out = [str(path) for path in model.left_out]
-        found = [_as_json(tensor, file) for tensor, file in zip(tensors, files, strict=True)]
-        print(json.dumps({"bytes": size, "tensors": found, "left_out": left_out}))
-    else:
-        tensors = _told_apart(tensors, files)
-        _print_table(tensors)
-        _print_summary(tensors, size, model)
-    return OK
+    return tensors, files, size
 
 
 def _find(path: str) -> ModelFiles:
@@ -174,7 +193,7 @@ def _df11_bits(tensor: Inspected) -> str:
 def _facts(tensor: Inspected) -> list[str]:
     smallest, largest = ("" if value is None else f"{value:.3g}" for value in (tensor.smallest, tensor.largest))
     bad = "" if tensor.nans is None else f"{(tensor.infinities or 0) + tensor.nans:,}"
-    zeros = "" if not tensor.numel or tensor.zeros is None else f"{_percent(tensor.zeros / tensor.numel)} %"
+    zeros = "" if not tensor.numel or tensor.zeros is None else f"{percent(tensor.zeros / tensor.numel)} %"
     return [printable(tensor.name), tensor.described, smallest, largest, zeros, bad]
 
 
@@ -206,23 +225,8 @@ def _losses(lost: Lost | None, *, narrow: bool) -> str:
     if not any(parts.values()):
         return _NOTHING
     if narrow:
-        return "\n".join(f"{_percent(part)} {name}" for name, part in parts.items() if part)
-    return " / ".join(map(_percent, parts.values()))
-
-
-def _percent(fraction: float) -> str:
-    """Writes a fraction in percent, such that only nothing is 0 and only everything 100.
-
-    Example:
-        >>> [_percent(fraction) for fraction in (0.0, 1e-6, 0.37, 0.99999, 1.0)]
-        ['0', '<0.01', '37', '>99.9', '100']
-    """
-    percent = 100.0 * fraction
-    if 0.0 < percent < 0.01:
-        return "<0.01"
-    if 99.9 < percent < 100.0:
-        return ">99.9"
-    return f"{percent:.3g}" if percent >= 1.0 or not percent else f"{percent:.2g}"
+        return "\n".join(f"{percent(part)} {name}" for name, part in parts.items() if part)
+    return " / ".join(map(percent, parts.values()))
 
 
 def _rich(module: str) -> Any:

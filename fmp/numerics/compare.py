@@ -1,6 +1,6 @@
 """`fmp.numerics.compare`: the same step computed in two ways, by leaf, and the op at which the two part."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,24 @@ from fmp.numerics.keeping import copied_states, keeping
 from fmp.numerics.named import leaves_of, named_tensors, random_generators
 from fmp.numerics.op_sequence import OpSequence, Parting, RanOp, parting
 from fmp.numerics.record import Recorded
+from fmp.numerics.text import in_columns
 from fmp.step import Metrics, TrainState, TrainStep
 
 Tree = Any
 
 _ROWS = 30
+_ORDERS: dict[str, Callable[[LeafDifference], float]] = {
+    "relative_error": lambda leaf: -leaf.relative_error,
+    "ulps": lambda leaf: 1.0 if leaf.ulps is None else -float(leaf.ulps),
+    "cosine": lambda leaf: leaf.cosine,
+}
 # A loss in float16 is scaled by this at most.
 _LARGEST_HALF_SCALE = 2.0**15
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two calls computed differently; `str` makes a table of it.
+    """What two calls computed differently; `str` makes a table of it, the leaves that differ most first.
 
     Attributes:
         leaves: The differences of what both returned, by path.
@@ -58,13 +64,39 @@ class Comparison:
                 return leaf
         raise KeyError(f"no leaf {path!r} to compare; the paths are {', '.join(leaf.path for leaf in self.leaves)}")
 
-    def __str__(self) -> str:
-        different = sorted((leaf for leaf in self.leaves if not leaf.is_equal), key=lambda leaf: -leaf.relative_error)
+    def worst(self, by: str = "relative_error") -> tuple[LeafDifference, ...]:
+        """Returns the leaves that differ, the worst first.
+
+        Args:
+            by: `"relative_error"`; `"ulps"`, where what is no floating-point number comes last; or `"cosine"`.
+
+        Raises:
+            ValueError: If it is none of these.
+        """
+        if by not in _ORDERS:
+            raise ValueError(f"by must be one of {', '.join(map(repr, _ORDERS))}, got {by!r}")
+        return tuple(sorted((leaf for leaf in self.leaves if not leaf.is_equal), key=_ORDERS[by]))
+
+    def table(self, by: str = "relative_error", rows: int = _ROWS) -> str:
+        """Writes a table of the leaves that differ, the worst first.
+
+        Args:
+            by: How to sort; see `worst`.
+            rows: How many leaves to show.
+
+        Raises:
+            ValueError: If `by` is unknown.
+        """
+        different = self.worst(by)
         lines = [f"{len(self.leaves) - len(different)} of {len(self.leaves)} leaves are equal"]
         if different:
-            lines += _table(different[:_ROWS])
-        if len(different) > _ROWS:
-            lines.append(f"and {len(different) - _ROWS} more, with smaller errors")
+            lines += _table(different[:rows])
+        if len(different) > rows:
+            lines.append(f"and {len(different) - rows} more, which differ less by {by.replace('_', ' ')}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [self.table()]
         others = (("only in a", self.only_in_a), ("only in b", self.only_in_b), ("not compared", self.not_compared))
         for name, paths in others:
             if paths:
@@ -233,16 +265,9 @@ def _cuda_devices(step: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
     return {device.index or 0 for device in devices if device.type == "cuda"}
 
 
-def _table(leaves: list[LeafDifference]) -> list[str]:
+def _table(leaves: Sequence[LeafDifference]) -> list[str]:
     rows = [("relative error", "cosine", "ulps", "leaf", "a", "b")]
     for leaf in leaves:
         ulps = "-" if leaf.ulps is None else f"{leaf.ulps:,}"
         rows.append((f"{leaf.relative_error:.3g}", f"{leaf.cosine:.6f}", ulps, leaf.path, *leaf.described))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index < 3 else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return in_columns(rows, left=(3, 4, 5))

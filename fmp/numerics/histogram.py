@@ -7,6 +7,7 @@ import torch
 
 from fmp import tree
 from fmp.numerics.counting import floating, stacked
+from fmp.numerics.text import by_leaf, together
 
 Tree = Any
 
@@ -16,7 +17,9 @@ _F64_EXPONENTS = (-1074, 1023)
 
 @tree.dataclass
 class Histogram:
-    """Counts of numbers by binary exponent, a row for each leaf. Histograms of one model add up: `a.counts + b.counts`.
+    """Counts of numbers by binary exponent, a row for each leaf; `str` makes a table of it.
+
+    Histograms of one model add up: `a.counts + b.counts`.
 
     Bin `i` counts the numbers with `2^edges[i] <= |x| < 2^edges[i + 1]`. Every number is counted exactly once: in a
     bin, as a zero, as an infinity or as a NaN. What vmap or microbatches add stands before the other dimensions.
@@ -48,6 +51,26 @@ class Histogram:
         """i64[bins], the counts of all leaves together."""
         return self.counts.sum(-2)
 
+    def __str__(self) -> str:
+        others = torch.stack([self.zeros, self.infinities, self.nans], -1)
+        counts = together(torch.cat([self.counts, others], -1), ndim=2)
+        if counts is None:
+            return repr(self)
+        rows = [
+            (name, *self._row(row)) for name, row in zip((*self.names, "all"), [*counts, counts.sum(0)], strict=True)
+        ]
+        return "\n".join(by_leaf(("leaf", "nonzero", "from", "median", "to", "zeros", "inf", "NaN"), rows))
+
+    def _row(self, counts: torch.Tensor) -> list[str]:
+        """Writes how many numbers there are, the bins of the smallest, the median and the largest one, and the rest."""
+        bins, (zeros, infinities, nans) = counts[:-3], counts[-3:].tolist()
+        total, below = int(bins.sum()), bins.cumsum(0)
+        powers = ["", "", ""]
+        if total:
+            ranks = torch.tensor([1, (total + 1) // 2, total])
+            powers = [f"2^{self.lowest + index}" for index in torch.searchsorted(below, ranks).tolist()]
+        return [f"{total:,}", *powers, f"{zeros:,}", f"{infinities:,}", f"{nans:,}"]
+
 
 def histogram(values: Tree) -> Histogram:
     """Counts the numbers of a tree by binary exponent.
@@ -66,6 +89,10 @@ def histogram(values: Tree) -> Histogram:
         >>> filled = result.overall > 0
         >>> result.names, result.edges[:-1][filled], result.overall[filled], result.zeros
         (('w',), tensor([-2.,  0.]), tensor([1, 2]), tensor([1]))
+        >>> print(result)
+        leaf  nonzero  from  median   to  zeros  inf  NaN
+        w           3  2^-2     2^0  2^0      1    0    0
+        all         3  2^-2     2^0  2^0      1    0    0
     """
     names, leaves = floating(values)
     lowest, highest = _F64_EXPONENTS if any(leaf.dtype == torch.float64 for leaf in leaves) else _F32_EXPONENTS

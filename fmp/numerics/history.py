@@ -1,6 +1,7 @@
 """The bounded history of a run: a ring of rows on the device, and the same in time order as numpy arrays."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,12 +9,15 @@ import torch
 
 from fmp import tree
 from fmp.numerics.columns import Leaf, Path, is_whole, names
+from fmp.numerics.text import in_columns, together
 from fmp.numerics.watch import MEASURES, fractions
 
 
 @tree.dataclass
 class History:
     """The last steps of a run, as `fmp.numerics.record` keeps them: tensors on the device, and a tree like any other.
+
+    `str` makes a table of the metrics of the first and the last step that are kept.
 
     Row `i % length` of the table is step `i`. It may be saved by `fmp.checkpoint`, mapped by `torch.func.vmap` and
     compiled. Each step makes a new one; looking into it by `arrays` or `latest` is what waits for the device.
@@ -42,6 +46,21 @@ class History:
     def length(self) -> int:
         """How many steps are kept at most."""
         return self.table.shape[-2]
+
+    def __str__(self) -> str:
+        count = together(self.count, ndim=0)
+        if count is None or self.count.ndim:
+            return repr(self)
+        steps = int(count)
+        lines = [f"{steps:,} steps, of which the last {min(steps, self.length):,} are kept"]
+        if steps:
+            of_metrics, of_leaves = names(self.metrics, self.leaves)
+            columns = self.arrays()
+            rows = [(name, *[_shown(columns[name][at]) for at in (0, -1)]) for name in of_metrics]
+            lines += in_columns([("metric", f"step {columns['step'][0]:,}", f"step {steps - 1:,}"), *rows])
+            if of_leaves:
+                lines.append(f"and {', '.join(MEASURES)} of {len(self.leaves)} leaves, see arrays()")
+        return "\n".join(lines)
 
     def arrays(self) -> dict[str, npt.NDArray]:
         """Returns all steps that are kept, oldest first.
@@ -97,6 +116,24 @@ class History:
         return found
 
 
+def checked_history(value: Any) -> History:
+    """Returns a history as it is.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if isinstance(value, History):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], History):
+        raise TypeError(
+            "history must be a History, got the pair of state and history; pass its second part: state, history = carry"
+        )
+    raise TypeError(
+        f"history must be a History, the second of what a step from fmp.numerics.record returns as "
+        f"(state, history), metrics; got a {type(value).__name__}"
+    )
+
+
 def with_row(
     history: History, values: Sequence[torch.Tensor], measured: Sequence[torch.Tensor], *, overwrite: bool = False
 ) -> History:
@@ -105,7 +142,7 @@ def with_row(
     Args:
         history: The history before.
         values: The metrics, each a scalar.
-        measured: What `measure` returned for each leaf.
+        measured: What `measure` returned for each leaf, in rows of one leaf or of several.
         overwrite: Whether to write into the old table.
     """
     floats, whole = [], []
@@ -123,6 +160,10 @@ def with_row(
 
     table, integers = put(history.table, floats, measured), put(history.integers, whole)
     return tree.replace(history, count=history.count + 1, table=table, integers=integers)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if value.dtype.kind == "f" else str(value)
 
 
 def _like(value: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

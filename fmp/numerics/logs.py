@@ -8,13 +8,14 @@ import math
 import os
 import stat
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import numpy.typing as npt
 
-from fmp.numerics.history import History
+from fmp.numerics.history import History, checked_history
 
 try:
     import fcntl
@@ -32,7 +33,9 @@ def write_jsonl(history: History, path: str | os.PathLike[str]) -> int:
     Call it again and again, at least once in `history.length` steps: if the last line of the file is one of the steps
     of this history, as it is here, those after it are appended; otherwise all steps that are kept. Nothing that is in
     the file is ever changed, so after a resumed run a step may be there twice: the later line counts. All lines are
-    written at once, and synced to disk. A line of a history that was cut off, when a machine failed, is removed.
+    written at once, and synced to disk. A line of a history that was cut off, when a machine failed, is removed. Steps
+    are appended to those of another run too, with a warning: what the file has is neither a step of this history, but
+    for its first, nor comes before them all.
 
     The file is locked meanwhile, where the system and its file system can (`flock`), so several processes may write to
     one. Each run appends all that it keeps whenever another has written last, so better give each a file of its own.
@@ -47,6 +50,7 @@ def write_jsonl(history: History, path: str | os.PathLike[str]) -> int:
         The number of lines that were appended.
 
     Raises:
+        TypeError: If `history` is no history.
         ValueError: If the history is one that `vmap` made, of several members; or if the file ends with something else
             than a line of a history.
         OSError: If the file cannot be written, or is a pipe or a device.
@@ -74,10 +78,17 @@ def write_jsonl(history: History, path: str | os.PathLike[str]) -> int:
         elif tail:
             file.truncate(end)
         after = next((index + 1 for index, line in enumerate(lines) if line == last), 0)
+        is_mixed = bool(last) and bool(lines) and not after and not _is_same_run(file, last, lines)
         file.seek(0, os.SEEK_END)
         file.write(new_line + b"".join(lines[after:]))
         file.flush()
         os.fsync(file.fileno())
+    if is_mixed:
+        warnings.warn(
+            f"{os.fspath(path)!r} held another run, up to step {_step(last)}; {len(lines)} steps of this one are "
+            "behind it now; give each run a file of its own",
+            stacklevel=2,
+        )
     return len(lines) - after
 
 
@@ -133,9 +144,10 @@ def of_one_run(history: History) -> dict[str, npt.NDArray]:
     """Returns the arrays of a history that is not mapped.
 
     Raises:
-        ValueError: If it is.
+        TypeError: If it is no history.
+        ValueError: If it is mapped.
     """
-    if history.count.ndim:
+    if checked_history(history).count.ndim:
         raise ValueError(
             f"this history has {tuple(history.count.shape)} members; take one of them, with "
             "fmp.tree.map(lambda leaf: leaf[0], history)"
@@ -175,6 +187,22 @@ def _is_a_line(last: bytes, tail: bytes) -> bool:
     if last and not _is_whole(last):
         return False
     return not tail or tail.startswith(_START) or (bool(last) and _START.startswith(tail))
+
+
+def _is_same_run(file: BinaryIO, last: bytes, lines: list[bytes]) -> bool:
+    """Says whether a history goes on from what is in a file: from its end, or, after a resumption, from before.
+
+    The first step is not looked at: another run with the same seed has the same one.
+    """
+    if _step(last) < _step(lines[0]):
+        return True
+    ours = {line for line in lines if _step(line)}
+    file.seek(0)
+    return any(line in ours for line in file)
+
+
+def _step(line: bytes) -> int:
+    return json.loads(line)["step"]
 
 
 def _is_whole(line: bytes) -> bool:

@@ -7,13 +7,14 @@ import torch
 from fmp import tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.numerics.counting import fraction, stacked
+from fmp.numerics.text import by_leaf, percent, together
 
 Tree = Any
 
 
 @tree.dataclass
 class LostUpdates:
-    """How many updates changed nothing, a row for each leaf.
+    """How many updates changed nothing, a row for each leaf; `str` makes a table of it.
 
     The fields are counts, so they may be summed over steps or over processes. What vmap adds stands before the other
     dimensions.
@@ -37,6 +38,18 @@ class LostUpdates:
     def by_leaf(self) -> torch.Tensor:
         """f32[leaves], the fraction of each leaf's updates that are lost."""
         return fraction(self.lost, self.total)
+
+    def __str__(self) -> str:
+        counts = together(torch.stack([self.total, self.lost], -1), ndim=2)
+        if counts is None:
+            return repr(self)
+        leaves = counts.tolist()
+        rows = [
+            (name, f"{total:,}", f"{lost:,}", percent(lost / max(total, 1)))
+            for name, (total, lost) in zip((*self.names, "all"), [*leaves, counts.sum(0).tolist()], strict=True)
+        ]
+        order = [lost / max(total, 1) for total, lost in leaves]
+        return "\n".join(by_leaf(("leaf", "updates", "lost", "lost %"), rows, order))
 
 
 def lost_updates(params: Tree, updates: Tree) -> LostUpdates:
@@ -67,6 +80,10 @@ def lost_updates(params: Tree, updates: Tree) -> LostUpdates:
         >>> lost = lost_updates(params, {"w": torch.tensor([1e-2, -1e-3, 1e-3, 0.0]), "ids": None})
         >>> lost.overall, lost.names, lost.total
         (tensor(0.6667), ('w',), tensor([3]))
+        >>> print(lost)
+        leaf  updates  lost  lost %
+        w           3     2    66.7
+        all         3     2    66.7
     """
     param_leaves, spec = tree.flatten(params)
     update_leaves, update_spec = tree.flatten(updates)

@@ -56,11 +56,14 @@ class NonfiniteReport:
             gradient is computed. Where fmp called the op by itself, the line of fmp.
         source: What that line says, if the file can be read.
         backward_line: In a backward pass, the line of a `torch.autograd.Function` or hook that called the op.
+        backward_source: What that line says, if the file can be read.
         module: The dotted path of the module, below the outermost one; empty without one.
         result: What came out; for a leaf, what was in it.
         inputs: What the op took.
         begun_with: The leaves that were not finite to begin with, each with what it held.
-        left_out: Where there was an inf or NaN earlier, which other ops left out, as `torch.where` and `tanh` do.
+        left_out: Where there was an inf or NaN earlier, which other ops left out, as `torch.where` and `tanh` do, and
+            which op did so last.
+        left_out_by: The op that left this one out last, with its line, if it did not reach the result.
         ops_before: The ops that ran last before this one, the latest last.
         reached_result: Whether the inf or NaN reached what the function returned, a `.grad` that it wrote, or a value
             that no other op took, such as the loss of a function that returns gradients.
@@ -77,11 +80,13 @@ class NonfiniteReport:
     line: str
     source: str
     backward_line: str
+    backward_source: str
     module: str
     result: Magnitude
     inputs: tuple[OpInput, ...]
     begun_with: tuple[OpInput, ...]
     left_out: tuple[str, ...]
+    left_out_by: str
     ops_before: tuple[OpRecord, ...]
     reached_result: bool
     was_compiled: bool = False
@@ -97,12 +102,18 @@ class NonfiniteReport:
 
     def _facts(self) -> list[tuple[str, str]]:
         facts = [("node", self.node), ("line", self.line), ("", self.source)]
-        facts += [("called in", self.backward_line), ("module", self.module), ("result", _described(self.result))]
+        facts += [
+            ("called in", self.backward_line),
+            ("", self.backward_source),
+            ("module", self.module),
+            ("result", _described(self.result)),
+        ]
         facts += [("input", f"{_described(item.magnitude)}   {item.name}".rstrip()) for item in self.inputs]
         facts += [("begun with", f"{item.name}: {_described(item.magnitude)}") for item in self.begun_with]
         facts += [("left out", where) for where in self.left_out]
         if not self.reached_result and self.kind != "near max":
-            facts.append(("note", "other ops left it out; the result is finite"))
+            by = f": {self.left_out_by}" if self.left_out_by else ""
+            facts.append(("note", f"the result is finite, as other ops left it out{by}"))
         if self.was_compiled:
             facts.append(("note", "the function is compiled; it was run eagerly"))
         return [*facts, ("raised", self.error)]

@@ -80,6 +80,7 @@ class NonfiniteWatch(OpWatch):
         self._ends: dict[int, frozenset[int]] = {}  # the sources of what no op has taken since
         self._taken: set[int] = set()  # the sources of what some op has taken
         self._read: dict[str, frozenset[int]] = {}  # those of numbers that Python has got
+        self._stopped: dict[int, Op] = {}  # by which op a source was left out last
 
     def begin(self, names: Iterable[Named]) -> tuple[OpInput, ...]:
         """Notes the tensors that are there before the call, and returns those that are not finite."""
@@ -109,6 +110,7 @@ class NonfiniteWatch(OpWatch):
             for tensor in op.inputs:
                 self._forget_ends(self._known.origins(tensor))
         self._count += 1
+        given = frozenset[int]().union(*[self._sources_in(tensor) for tensor in op.inputs])
         for tensor in op.others:
             self._known.note(tensor, _Origin(op=light, number=self._count))
         for index, tensor in enumerate(op.outputs):
@@ -128,6 +130,11 @@ class NonfiniteWatch(OpWatch):
             if labels is not None and is_main and not is_part:  # nobody has to read all of what is filled bit by bit
                 self._ends[self._count] = self._labels.sources(labels)
             self._before.append((light, result))
+            given -= self._labels.sources(labels)
+        for number in given:
+            # What only looks at numbers, such as a comparison, counts if nothing else does.
+            if op.outputs or number not in self._stopped:
+                self._stopped[number] = light
 
     def saw_number(self, op: Op, number: float) -> None:
         """Remembers where an inf or NaN came from that Python has got."""
@@ -158,13 +165,23 @@ class NonfiniteWatch(OpWatch):
         for verdict in (MISTAKE, TURNED):
             reached = first_cause(self._sources, numbers, verdict)
             if reached is not None:
-                earlier = [source for source in self._sources[:reached] if source.op and source.verdict == MISTAKE]
+                earlier = [
+                    (source, self._stopped.get(number))
+                    for number, source in enumerate(self._sources[:reached])
+                    if source.op and source.verdict == MISTAKE
+                ]
                 return report(self._sources[reached], earlier, reached_result=True)
         known = [number for number in range(len(self._sources)) if self._sources[number].op or failed]
         mistake = first_cause(self._sources, [number for number in known if self._counts(number)])
         if mistake is not None:
-            return report(self._sources[mistake], reached_result=failed)
+            return report(self._sources[mistake], stopped_by=self._stopped.get(mistake), reached_result=failed)
         return None if self._near is None else report(self._near, reached_result=False)
+
+    def _sources_in(self, tensor: Tensor) -> frozenset[int]:
+        """Returns the sources of what is not finite in a tensor, as far as they are known."""
+        if not is_measurable(tensor):
+            return frozenset()
+        return frozenset[int]().union(*map(self._labels.sources, self._known.known_labels(tensor)))
 
     def _counts(self, number: int) -> bool:
         return bool(self._sources[number].op) or number in self._taken

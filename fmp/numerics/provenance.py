@@ -144,6 +144,11 @@ class Provenance:
         part = parts(tensor)[-1]
         return self._labels(part, self._trace(part))
 
+    def known_labels(self, tensor: Tensor) -> list[Tensor]:
+        """Returns labels as far as there are any where the tensor is."""
+        traces = [(part, self._trace(part)) for part in parts(tensor)]
+        return [self._labels(part, trace) for part, trace in traces if trace.labels is not None]
+
     def _trace(self, part: Tensor) -> _Trace:
         memory = self._memory(part.untyped_storage())
         if memory.origin is None:

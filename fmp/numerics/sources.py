@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fmp.numerics.magnitudes import Magnitude
 from fmp.numerics.nonfinite_report import NonfiniteReport, OpInput, OpRecord
+from fmp.numerics.op_watch import Op
 from fmp.numerics.places import FORWARD, Place
 
 MISTAKE = "mistake"
@@ -68,15 +69,25 @@ def _follows(sources: Sequence[Source], number: int) -> bool:
     return False
 
 
-def report(source: Source, earlier: Sequence[Source] = (), *, reached_result: bool) -> NonfiniteReport:
+def report(
+    source: Source,
+    earlier: Sequence[tuple[Source, Op | None]] = (),
+    *,
+    stopped_by: Op | None = None,
+    reached_result: bool,
+) -> NonfiniteReport:
     """Makes the report about a source.
 
     Args:
         source: The source.
-        earlier: Those that other ops left out.
+        earlier: Those that other ops left out, each with the op, if it is known.
+        stopped_by: The op that left the source out, if one did.
         reached_result: Whether it came out.
     """
     place = source.place
+    left_out = [
+        _where(each.op, each.place) + (f"; by {_where(by.name, by.place)}" if by else "") for each, by in earlier
+    ]
     return NonfiniteReport(
         level="error" if reached_result else "warning",
         kind=source.kind,
@@ -87,11 +98,17 @@ def report(source: Source, earlier: Sequence[Source] = (), *, reached_result: bo
         line=str(place.line or ""),
         source=place.line.source if place.line else "",
         backward_line=str(place.inner or ""),
+        backward_source=place.inner.source if place.inner else "",
         module=place.line.module if place.line else "",
         result=source.result,
         inputs=source.inputs,
         begun_with=(),
-        left_out=tuple(dict.fromkeys(f"{each.op} ({each.place.phase}), {each.place.line}" for each in earlier)),
+        left_out=tuple(dict.fromkeys(left_out)),
+        left_out_by=_where(stopped_by.name, stopped_by.place) if stopped_by and not reached_result else "",
         ops_before=source.before,
         reached_result=reached_result,
     )
+
+
+def _where(op: str, place: Place) -> str:
+    return f"{op} ({place.phase})" + (f", {place.line}" if place.line else "")

@@ -1,6 +1,5 @@
 """watch_gradients: a part of an optimizer that leaves gradients as they are, and measures them leaf by leaf."""
 
-import math
 from typing import Any
 
 import torch
@@ -8,13 +7,14 @@ import torch
 from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.numerics.formats import Format, number_format
-from fmp.optim import GradientTransformation, checks
+from fmp.numerics.scale_argument import Scale, scale_as_number
+from fmp.optim import GradientTransformation
 from fmp.optim.base import check_trainable, zero_count
 
 Tree = Any
 
 MEASURES = ("amax", "underflow", "zeros")
-_PIECE = 2**16  # numbers, 256 KiB of float32
+_PIECE = 2**17  # numbers, 512 KiB of float32
 
 
 @tree.dataclass
@@ -53,7 +53,7 @@ class WatchState:
         return tree.map(lambda row: None if row is None else fractions(row)[..., index], self.measured)
 
 
-def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: float = 1.0) -> GradientTransformation:
+def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: Scale = 1.0) -> GradientTransformation:
     """Makes a transformation that measures each gradient, and passes it on as it is.
 
     For each leaf, of what reaches the transformation:
@@ -75,7 +75,8 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: float = 
 
     Args:
         dtype: The format: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32, or a name of one.
-        scale: What gradients are multiplied by before they are rounded; positive and finite.
+        scale: What gradients are multiplied by before they are rounded: a positive number, or a scalar tensor, whose
+            value is read here.
 
     Returns:
         The transformation; its state is a `WatchState`.
@@ -83,7 +84,7 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: float = 
     Raises:
         ValueError: If the format is another one, or the scale is out of range; in `update`, if the state is that of a
             watcher with another format or scale, as from an older checkpoint.
-        TypeError: If the scale is not a number.
+        TypeError: If the scale is neither a number nor a scalar tensor.
 
     Example:
         >>> tx = fmp.optim.chain(watch_gradients("fp16"), fmp.optim.sgd(0.1))
@@ -93,10 +94,7 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: float = 
         ({'w': tensor(2.)}, {'w': tensor(0.3333)}, {'w': tensor(0.2500)})
     """
     target = number_format(dtype)
-    checks.number("scale", scale)
-    if isinstance(scale, torch.Tensor) or scale <= 0:
-        raise ValueError(f"scale must be a positive number, got {scale!r}")
-    scale = float(scale)
+    scale = scale_as_number(scale)
 
     @_compat.compiled_on_its_own
     def init(params: Tree) -> WatchState:
@@ -147,25 +145,31 @@ def measure(leaf: torch.Tensor, target: Format, scale: float = 1.0) -> torch.Ten
     if numel == 0:
         # Made on the device: nothing is copied there, which would wait for it.
         return torch.arange(len(MEASURES), dtype=torch.float32, device=leaf.device).clamp(max=1.0)
-    values = leaf.detach().to(full_precision(leaf.dtype))
-    limit = target.zero_up_to / scale
+    values, limit = leaf.detach(), target.zero_up_to / scale
     if values.device.type != "cpu" or numel <= _PIECE or torch.compiler.is_compiling():
         amax, nonzero, kept = _counts(values, limit)
     else:
         # What is in between stays in the cache, which makes it up to ten times as fast.
-        rows = torch.stack([torch.stack(_counts(piece, limit)) for piece in values.reshape(-1).split(_PIECE)])
-        amax, nonzero, kept = rows[:, 0].amax(), rows[:, 1].sum(), rows[:, 2].sum()
+        counts = [_counts(piece, limit) for piece in values.reshape(-1).split(_PIECE)]
+        largest, nonzero, kept = [torch.stack(column) for column in zip(*counts, strict=True)]
+        amax, nonzero, kept = largest.amax(), nonzero.sum(), kept.sum()
     return torch.stack([amax, nonzero / numel, kept / numel]).float()
 
 
 def _counts(values: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the largest magnitude, and how many magnitudes exceed zero and the limit; NaN exceeds both."""
+    values = values.to(full_precision(values.dtype))
     magnitude = values.abs()
     amax = magnitude.amax()
-    magnitude.nan_to_num_(nan=math.inf, posinf=math.inf)  # the sign of NaN is 0
-    # Sums of zeros and ones in floating point are several times as fast as counts of bools.
-    kept = torch.nn.functional.hardshrink(magnitude, limit).sign_().sum()
-    return amax, magnitude.sign_().sum(), kept
+    return amax, _nonzero(magnitude), _nonzero(torch.nn.functional.hardshrink(values, limit))
+
+
+def _nonzero(values: torch.Tensor) -> torch.Tensor:
+    """Counts what is not zero, in values that nobody else has."""
+    if _compat.transform_active():
+        return values.ne(0.0).to(values.dtype).sum()  # what is in place has no batching rule
+    # It makes ones and zeros in floating point, several times as fast as bools are made and counted.
+    return values.ne_(0.0).sum()
 
 
 def fractions(measured: torch.Tensor) -> torch.Tensor:

@@ -192,3 +192,25 @@ def test_random_generators_start_alike_in_both():
     assert torch.equal(after_both, given_one.get_state())
     step = fmp.train_step(lambda p, b: (p * noisy(b, given_one)).sum(), fmp.optim.sgd(0.1))
     assert compare(step, step, step.init(ONES), ONES).is_equal
+
+
+def test_the_worst_leaves_come_first():
+    def first(x):
+        return {"near": x, "turned": x, "equal": x, "count": torch.tensor(3)}
+
+    def second(x):
+        return {"near": x * 1.001, "turned": -x, "equal": x * 1, "count": torch.tensor(4)}
+
+    found = compare(first, second, torch.ones(3))
+    paths = {by: [leaf.path for leaf in found.worst(by)] for by in ("relative_error", "ulps", "cosine")}
+    assert paths["relative_error"] == ["result/turned", "result/count", "result/near"]
+    assert paths["ulps"] == ["result/turned", "result/near", "result/count"]  # whole numbers have no such units
+    assert paths["cosine"][0] == "result/turned"
+    lines = found.table("ulps", rows=1).splitlines()
+    assert lines[0] == "1 of 4 leaves are equal"
+    assert lines[1].split() == ["relative", "error", "cosine", "ulps", "leaf", "a", "b"]
+    assert "result/turned" in lines[2]
+    assert lines[3:] == ["and 2 more, which differ less by ulps"]
+    assert str(found).startswith(found.table())
+    with pytest.raises(ValueError, match="by must be one of 'relative_error', 'ulps', 'cosine', got 'ulp'"):
+        found.worst("ulp")

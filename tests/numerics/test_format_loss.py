@@ -3,13 +3,15 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.func import vmap
 
 import fmp
-from fmp.numerics.format_loss import FormatLoss, loss_in, suggest_scale
+from fmp.numerics.format_loss import FormatLoss, loss_in
+from fmp.numerics.suggestion import suggest_scale
 from tests.bits import same_bits
 
 TARGETS = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -93,6 +95,12 @@ def test_a_planted_underflow_is_measured():
     torch.testing.assert_close(loss.leaf_subnormal, torch.tensor([0.0, 0.001]))
     torch.testing.assert_close(loss.underflow, torch.tensor(0.185))
     assert loss_in(grads, "bf16").underflow == loss_in(grads, "fp16", 1024.0).underflow == 0
+
+
+@pytest.mark.parametrize("scale", [16, torch.tensor(16), torch.tensor(16.0), torch.tensor(16.0).half(), np.float32(16)])
+def test_a_scale_may_be_any_number(scale):
+    x = torch.tensor([2.0**-29, 2.0**-30, 1.0])
+    assert counts(loss_in(x, "f16", scale)).tolist() == counts(loss_in(x, "f16", 16.0)).tolist() == [[3, 2, 0, 0]]
 
 
 def test_a_planted_overflow_is_measured():
@@ -190,6 +198,36 @@ def test_head_room_is_kept():
     assert suggested(1e6, 2.0**-20) == 2.0**-4
 
 
+def test_a_few_numbers_decide_nothing():
+    body, noise = torch.full((99_990,), 2.0**-20), torch.full((10,), 2.0**-36)
+    grads = {"w": body, "noise": noise, "zeros": torch.zeros(5_000), "one": torch.ones(1)}
+    assert suggest_scale(grads, "f16") == 2.0**6  # all of the body is normal, and 10 of 100,001 numbers become zero
+    assert suggest_scale(grads, "f16", tolerance=0.0) == 2.0**12
+    assert suggest_scale(grads, "f16", tolerance=9e-5) == 2.0**12  # 10 are too many
+    assert suggest_scale({**grads, "one": torch.full((1,), 2.0**15)}, "f16") == 1  # a single overflow counts
+    # All of the body is lost anyway, and the one that is left counts.
+    assert suggest_scale({**grads, "one": torch.full((1,), 2.0**40)}, "f16") == 2.0**-54
+
+
+@given(seed=st.integers(0, 1000), tolerance=st.floats(0.0, 0.4))
+def test_the_smallest_power_within_the_tolerance_is_taken(seed, tolerance):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.exp2(torch.randn(300, generator=generator) * 6 - 20)
+
+    def kept(power: int) -> tuple[int, int]:
+        loss = loss_in(x, "f16", 2.0**power)
+        nonzero = 300 - int(loss.zeroed)
+        return nonzero, nonzero - int(loss.denormalized)
+
+    powers = [power for power in range(-20, 60) if not loss_in(x, "f16", 2.0**power).overflow]
+    nonzero, normal = kept(powers[-1])
+    within = []
+    for power in powers:
+        if nonzero - kept(power)[0] <= tolerance * nonzero and normal - kept(power)[1] <= tolerance * normal:
+            within.append(power)
+    assert suggest_scale(x, "f16", tolerance=tolerance).log2().item() == max(0, min(within))
+
+
 def test_what_no_power_helps_does_not_count():
     hopeless = torch.tensor([1e200, 1e-300, 2.0**-30, 1.0], dtype=torch.float64)
     assert suggest_scale([hopeless], torch.float16) == 2.0 ** best_power([hopeless], "f16")
@@ -203,10 +241,13 @@ def test_what_no_power_helps_does_not_count():
         (lambda: loss_in({}, "f16", 0.0), ValueError, "scale must be positive and finite, got 0.0"),
         (lambda: loss_in({}, "f16", math.inf), ValueError, "scale must be positive and finite, got inf"),
         (lambda: loss_in({}, "f16", True), TypeError, "scale must be a number or a scalar tensor, got True"),
-        (lambda: loss_in({}, "f16", torch.ones(2)), TypeError, r"floating-point scalar tensor, got f32\[2\]"),
+        (lambda: loss_in({}, "f16", torch.ones(2)), TypeError, r"real scalar tensor, got f32\[2\]"),
+        (lambda: loss_in({}, "f16", fmp.StaticLossScale(8.0)), TypeError, "a StaticLossScale; pass its .loss_scale"),  # type: ignore[arg-type]
         (lambda: suggest_scale({}, "f64"), ValueError, "f64 is no format to cast to"),
         (lambda: suggest_scale({}, "f16", margin=-1), ValueError, "margin must lie between 0 and 126, got -1"),
         (lambda: suggest_scale({}, "f16", margin=1.0), TypeError, "margin must be an int, got 1.0"),  # type: ignore[arg-type]
+        (lambda: suggest_scale({}, "f16", tolerance=1.0), ValueError, "from 0 to below 1, got 1.0"),
+        (lambda: suggest_scale({}, "f16", tolerance="0"), TypeError, "tolerance must be a fraction"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_arguments_are_refused(call, error, message):

@@ -13,6 +13,7 @@ from fmp import df11
 from fmp.dtypes import parse_dtype
 from fmp.numerics import cli
 from fmp.numerics.inspection import TARGETS, inspect
+from fmp.numerics.saved import is_saved_by_torch
 
 FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -256,3 +257,36 @@ def test_what_goes_wrong_is_one_line(tmp_path, capsys, monkeypatch):
     assert error.startswith("error: tables need rich")
     assert "`tools`" in error
     assert run(tmp_path / "model.safetensors", "--json") == 0
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_file_of_torch_save_is_read(file, tmp_path, capsys, is_zip):
+    tree = {"model": weights(), "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}, "epoch": 7}
+    torch.save(tree, tmp_path / "model.pt", _use_new_zipfile_serialization=is_zip)
+    assert run(tmp_path / "model.pt", "--json") == 0
+    found = by_name(capsys)
+    assert run(file, "--json") == 0
+    expected = by_name(capsys)
+    assert found.pop("optimizer/state/0/step")["largest"] == 3.0
+    for name, tensor in expected.items():
+        assert found.pop(f"model/{name}") == {**tensor, "name": f"model/{name}", "file": "model.pt"}
+    assert not found
+    assert run(tmp_path / "model.pt") == 0
+    assert "model/layers.0.weight" in capsys.readouterr().out
+
+
+def test_a_file_of_torch_save_with_code_in_it_is_refused(tmp_path, capsys):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:200])
+    for name, message in (
+        ("whole.pt", "save the tensors alone: torch.save(module.state_dict(), path)"),
+        ("cut.pt", "damaged"),
+    ):
+        assert run(tmp_path / name, "--json") == 2
+        assert message in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_the_length_of_a_header_is_not_taken_for_torch_save(tmp_path):
+    for head in (b"\x80\x02\x01\0\0\0\0\0", b"PK\x03\x04\0\0\0\0"):
+        (tmp_path / "model.safetensors").write_bytes(head)
+        assert not is_saved_by_torch(tmp_path / "model.safetensors")

@@ -48,10 +48,39 @@ def test_json_lines_are_appended_once(tmp_path):
     for stop, appended in ((2, 2), (2, 0), (5, 3), (6, 1)):
         assert write_jsonl(history_of(values[:stop]), path) == appended
     assert [line["loss"] for line in read_lines(path)] == values
-    # Another run goes behind the first; so does one that went on from an earlier step.
-    assert write_jsonl(history_of([9.0]), path) == 1
-    assert write_jsonl(history_of([9.0, 8.0]), path) == 1
-    assert [(line["step"], line["loss"]) for line in read_lines(path)[-3:]] == [(5, 5.5), (0, 9.0), (1, 8.0)]
+
+
+def steps_in(path):
+    return [(line["step"], line["loss"]) for line in read_lines(path)]
+
+
+@pytest.mark.parametrize("first", [0.5, 9.0])  # with the same seed, the first step is the same
+def test_another_run_goes_behind_the_first_with_a_warning(tmp_path, first):
+    path = tmp_path / "log.jsonl"
+    write_jsonl(history_of([0.5, 1.5, 2.5]), path)
+    with pytest.warns(UserWarning, match=r"log.jsonl' held another run, up to step 2; 2 steps of this one are behind"):
+        assert write_jsonl(history_of([first, 8.0]), path) == 2
+    assert write_jsonl(history_of([first, 8.0, 7.0]), path) == 1
+    assert steps_in(path) == [(0, 0.5), (1, 1.5), (2, 2.5), (0, first), (1, 8.0), (2, 7.0)]
+
+
+def test_a_resumed_run_is_no_other_run(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write_jsonl(history_of([0.5, 1.5, 2.5, 3.5]), path)
+    assert write_jsonl(history_of([0.5, 1.5, 2.75]), path) == 3  # it went on from the second step
+    assert steps_in(path)[4:] == [(0, 0.5), (1, 1.5), (2, 2.75)]
+    assert write_jsonl(history_of([0.5, 1.5, 2.75, *[1.0] * 6]), path) == 4  # what was between is not kept any more
+    assert [step for step, _ in steps_in(path)[7:]] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_tensorboard])
+def test_what_is_no_history_is_refused(tmp_path, write):
+    history = history_of([0.5])
+    with pytest.raises(TypeError, match="got the pair of state and history; pass its second part"):
+        write(({}, history), tmp_path / "log")
+    with pytest.raises(TypeError, match=r"must be a History, .* got a dict"):
+        write(history.arrays(), tmp_path / "log")
+    assert not (tmp_path / "log").exists()
 
 
 def test_a_line_that_was_cut_off_is_replaced(tmp_path):
@@ -80,6 +109,7 @@ def test_a_file_that_is_no_history_is_left_alone(tmp_path, content):
     assert path.read_text() == content
 
 
+@pytest.mark.filterwarnings("ignore:.*held another run")
 @pytest.mark.parametrize("before", ["", '{"step": 7, "loss": 1.0}\n'])
 def test_a_whole_line_without_its_end_is_kept(tmp_path, before):
     path = tmp_path / "log.jsonl"
@@ -89,6 +119,7 @@ def test_a_whole_line_without_its_end_is_kept(tmp_path, before):
     assert path.read_text() == before + '{"step": 100, "important": "by hand"}\n' + ours + "\n"
 
 
+@pytest.mark.filterwarnings("ignore:.*held another run")
 def test_a_file_that_another_has_locked_is_waited_for(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     path = tmp_path / "log.jsonl"

@@ -1,4 +1,5 @@
 import math
+import re
 from typing import Any
 
 import pytest
@@ -124,6 +125,8 @@ def test_an_op_of_the_backward_pass_is_named(fn, route):
     assert (report.level, report.phase) == ("error", "backward")
     assert report.line == planted(fn)
     assert report.backward_line == (planted(Poisoned.backward) if fn is poisoned else "")
+    assert report.backward_source.endswith("# planted") == (fn is poisoned)
+    assert report.backward_source in str(report)
 
 
 def test_the_second_derivative_belongs_to_the_line_of_the_op():
@@ -357,9 +360,30 @@ def test_what_is_left_out_is_a_warning_and_hides_no_mistake():
     x = torch.tensor([1.0, 0.0])
     report = find_nonfinite(kept_apart, x)
     assert (report.level, report.op, report.reached_result) == ("warning", "log", False)
-    assert "other ops left it out" in str(report)
+    assert re.fullmatch(r"where \(forward\), test_nonfinite.py:\d+ in kept_apart", report.left_out_by)
+    assert f"the result is finite, as other ops left it out: {report.left_out_by}" in str(report)
     report = find_nonfinite(with_mistake, x)
-    assert (report.level, report.op) == ("error", "exp")
+    assert (report.level, report.op, report.left_out_by) == ("error", "exp", "")
+    assert len(report.left_out) == 1
+    assert re.search(r"left out   log \(forward\), .* in with_mistake; by where \(forward\), .*", str(report))
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "by"),
+    [
+        (torch.tanh, "tanh"),
+        (lambda y: y.clamp(max=1.0), "clamp"),
+        (lambda y: torch.nan_to_num(y, posinf=1.0), "nan_to_num"),
+        (lambda y: y.nan_to_num_(posinf=1.0), "nan_to_num_"),
+        (lambda y: (y > 0).float(), "gt"),
+        (lambda y: torch.where(y > 0, 1.0, y), "where"),
+        (lambda y: torch.where(y.isfinite(), y, 0.0) + (y > 0), "where"),
+    ],
+)
+def test_the_op_that_left_it_out_is_named(leave_out, by):
+    report = find_nonfinite(lambda x: leave_out(x * 2e38).sum(), torch.tensor([1.0, 2.0]))
+    assert (report.level, report.op) == ("warning", "mul")
+    assert report.left_out_by.startswith(f"{by} (forward), test_nonfinite.py:")
 
 
 def test_ignored_ops_are_meant():

@@ -11,10 +11,11 @@ import torch
 from matplotlib.figure import Figure
 from torch.func import vmap
 
+import fmp
 from fmp.numerics.format_loss import loss_in
 from fmp.numerics.formats import FORMATS
 from fmp.numerics.histogram import histogram
-from fmp.numerics.plots.exponents import Spread, bands, plot_exponents
+from fmp.numerics.plots.exponents import Spread, bands, lost_bands, plot_exponents
 from fmp.numerics.plots.figure import new_figure, tidy
 
 
@@ -56,7 +57,7 @@ def test_percentages_are_those_of_exact_counts_up_to_what_a_limit_cuts(dtype):
     grads = {"w": torch.randn(20_000) * torch.exp2(torch.rand(20_000) * 60 - 50)}
     counted, loss = histogram(grads), loss_in(grads, dtype, 2.0**3)
     spread = Spread(counted.lowest, counted.overall.double().div(20_000).numpy())
-    limits = bands(FORMATS[loss.dtype])
+    limits = lost_bands(FORMATS[loss.dtype])
     for name, exact in (("zero", loss.underflow), ("subnormal", loss.subnormal), ("overflow", loss.overflow)):
         assert spread.within(*limits[name], 3.0) == pytest.approx(exact.item(), abs=0.01)
 
@@ -66,6 +67,26 @@ def test_percentages_before_and_after_stand_beside_the_formats():
     figure = plot_exponents(histogram(grads), scale=2.0**10, formats=("f16",))
     assert [text for text in words(figure) if "→" in text] == ["37 → 0", "0 → 37", "0 → 0"]
     assert plot_exponents(histogram(grads)).axes[3].texts[1].get_text() == "37"
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**6, 1000.0])
+def test_percentages_are_those_of_loss_in_or_marked(scale):
+    formats = ("f16", "bf16", "f8e5m2", "f8e4m3")
+    x = torch.randn(20_000) * torch.exp2(torch.rand(20_000) * 30 - 22)
+    x = torch.cat([x, x / 100])
+    figure = plot_exponents(histogram(x), scale=scale, formats=formats)
+    shown = [text.get_text().split(" → ")[1] for text in figure.axes[3].texts if "→" in text.get_text()]
+    losses = [loss_in(x, dtype, scale) for dtype in formats]
+    counted = [getattr(loss, name).item() for name in ("underflow", "subnormal", "overflow") for loss in losses]
+    for text, share in zip(shown, counted, strict=True):
+        number = 0.05 if text.endswith("<0.1") else float(text.removeprefix("≈"))
+        rounding = 0.5 if number >= 10 else 0.05
+        assert number == pytest.approx(100 * share, abs=1.0 if text.startswith("≈") else rounding + 0.01)
+    of_f16 = shown[0::4]
+    assert any(map(float, (text.strip("≈<") for text in of_f16)))
+    assert all("≈" not in text for text in of_f16) == (scale != 1000.0)
+    assert shown[1] == shown[5] == shown[9] == "0"  # bfloat16 loses nothing
+    assert shown[7].startswith("≈")  # numbers just below the smallest normal one of f8e4m3
 
 
 def test_members_are_drawn_together_and_what_is_in_no_bin_is_named():
@@ -120,3 +141,13 @@ def test_a_broken_matplotlib_is_not_called_a_missing_one(monkeypatch):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plot_exponents(histogram({}), **options)
+
+
+def test_a_tree_is_no_histogram():
+    tree = {"w": torch.ones(2)}
+    with pytest.raises(TypeError, match=r"got a dict; .* plot_exponents\(fmp.numerics.histogram\(tree\)\)"):
+        plot_exponents(tree)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"formats must be a list of formats, got 'f16'; write \['f16'\]"):
+        plot_exponents(histogram(tree), formats="f16")
+    with pytest.raises(TypeError, match=r"a StaticLossScale; pass its \.loss_scale"):
+        plot_exponents(histogram(tree), scale=fmp.StaticLossScale(8.0))  # type: ignore[arg-type]

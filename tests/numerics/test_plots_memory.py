@@ -127,3 +127,14 @@ def test_matplotlib_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="extra `plot`"):
         plot_plan(PLANS)
+
+
+def test_plans_may_have_names():
+    axes: Any = plot_plan({"one": PLANS[1], "none": PLANS[0]}).axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["one", "none"]
+    drawn: Any = plot_plan([PLANS[1], PLANS[0]], labels=["one", "none"]).axes[0]
+    assert [bar.get_height() for bar in axes.patches] == [bar.get_height() for bar in drawn.patches]
+    with pytest.raises(TypeError, match="labels are the keys of plans already"):
+        plot_plan({"one": PLANS[1]}, labels=["two"])
+    with pytest.raises(ValueError, match="at least one plan, got none"):
+        plot_plan({})

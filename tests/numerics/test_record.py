@@ -220,6 +220,23 @@ def test_what_cannot_be_recorded_is_refused():
         step.init({}, torch.tensor(1.0))[1].latest(-1)
 
 
+def test_what_is_no_pair_of_state_and_history_is_refused():
+    step, batch = make_step(), batches(1)[0]
+    recorded = record(step)
+    state = step.init(params())
+    carry = recorded.init(state)
+    for wrong, found in (
+        (state, "a TrainState"),
+        (batch, "a Tensor"),
+        ((carry[1], state), "a tuple of History, TrainState"),
+        ((carry, {}), "a tuple of tuple, dict"),
+    ):
+        with pytest.raises(TypeError, match=rf"carry, metrics = recorded\(carry, batch\); as carry it got {found}"):
+            recorded(wrong, batch)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="a pair of state and history already; pass the state alone"):
+        recorded.init(carry)
+
+
 def test_a_module_s_step_with_buffers_and_a_policy():
     model = fmp.functionalize(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
 

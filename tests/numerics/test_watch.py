@@ -25,8 +25,21 @@ def test_a_planted_underflow_is_measured():
     assert scaled.update({"w": gradient}, scaled.init({"w": gradient}), {"w": gradient})[1].underflow["w"] == 0
 
 
+def test_the_scale_may_be_a_tensor():
+    gradient = torch.tensor([2.0**-30, 2.0**-25, 1.0])
+    scale = fmp.numerics.suggest_scale(gradient, "fp16")
+    tx = watch_gradients(scale=scale)
+    state = tx.update(gradient, tx.init(gradient), gradient)[1]
+    assert (state.scale, state.underflow.item()) == (scale.item(), 0.0)
+    for wrong, message in ((fmp.StaticLossScale(8.0), "pass its .loss_scale"), (torch.ones(2), r"got f32\[2\]")):
+        with pytest.raises(TypeError, match=message):
+            watch_gradients(scale=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"positive and finite, got -1\.0"):
+        watch_gradients(scale=torch.tensor(-1.0))
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "f8e4m3", "f8e5m2"])
-@pytest.mark.parametrize("numel", [17, 200_000])
+@pytest.mark.parametrize("numel", [17, 300_000])
 def test_underflow_is_what_the_cast_does(dtype, numel):
     generator = torch.Generator().manual_seed(1)
     exponents = torch.randint(-149, 20, (numel,), generator=generator)
@@ -69,7 +82,7 @@ def test_infinities_and_nan_show_in_the_amax():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("numel", [10, 70_000])
+@pytest.mark.parametrize("numel", [10, 140_000])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_nan_is_neither_zero_nor_lost(dtype, numel, mapped):
     gradient = torch.ones(numel, dtype=dtype)

@@ -14,6 +14,7 @@ import torch
 from fmp.numerics.formats import Format, number_format
 from fmp.numerics.histogram import Histogram
 from fmp.numerics.plots.figure import BLUE, INK, MUTED, ORANGE, new_figure, tidy
+from fmp.numerics.scale_argument import Scale, scale_as_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 _SHADES = {"zero": "#f4cfcb", "subnormal": "#fbe6bd", "normal": "#d3ebdc", "overflow": "#e5d3ee"}
 _SEEN = 1e-5  # a bin with a smaller share of the numbers cannot be seen
+_WHOLE = 1e-3  # of a bin: less than this cannot be seen, such as what rounding to f16 takes across a limit
 
 
 @overload
 def plot_exponents(
     histogram: Histogram,
     *,
-    scale: float | torch.Tensor | None = ...,
+    scale: Scale | None = ...,
     formats: Sequence[torch.dtype | str] = ...,
     title: str = ...,
     into: None = None,
@@ -36,7 +38,7 @@ def plot_exponents(
 def plot_exponents(
     histogram: Histogram,
     *,
-    scale: float | torch.Tensor | None = ...,
+    scale: Scale | None = ...,
     formats: Sequence[torch.dtype | str] = ...,
     title: str = ...,
     into: "SubFigure",
@@ -44,7 +46,7 @@ def plot_exponents(
 def plot_exponents(
     histogram: Histogram,
     *,
-    scale: float | torch.Tensor | None = None,
+    scale: Scale | None = None,
     formats: Sequence[torch.dtype | str] = ("f16", "bf16", "f8e5m2", "f8e4m3"),
     title: str = "Magnitudes",
     into: "SubFigure | None" = None,
@@ -53,8 +55,10 @@ def plot_exponents(
 
     The ranges of the first format shade the histogram too. Beside each range stands which percentage of the nonzero
     finite numbers the format loses, as they are and after scaling: zero, subnormal and overflow. These are read from
-    the bins, so a bin that a limit cuts is divided evenly; `fmp.numerics.loss_in` counts exactly. Leaves, microbatches
-    and members of an ensemble are drawn together.
+    the bins, and are what `fmp.numerics.loss_in` counts, but where a limit cuts a bin with numbers in it: it is divided
+    evenly then, and a `≈` stands before the percentage. That is so for subnormal numbers and overflows of 8-bit
+    formats, and at any limit if the scale is no power of two. Leaves, microbatches and members of an ensemble are drawn
+    together.
 
     Args:
         histogram: From `fmp.numerics.histogram`.
@@ -68,6 +72,7 @@ def plot_exponents(
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
+        TypeError: If `histogram` is no histogram, `formats` no list, or the scale no number.
         ValueError: If a format is unknown, there is none, or the scale is not positive and finite.
 
     Example:
@@ -76,10 +81,17 @@ def plot_exponents(
         >>> len(figure.axes)  # figure.savefig("gradients.png") writes it
         4
     """
+    if not isinstance(histogram, Histogram):
+        raise TypeError(
+            f"histogram must be what fmp.numerics.histogram returns, got a {type(histogram).__name__}; of a tree of "
+            "numbers, draw plot_exponents(fmp.numerics.histogram(tree))"
+        )
+    if isinstance(formats, str | torch.dtype):
+        raise TypeError(f"formats must be a list of formats, got {formats!r}; write [{formats!r}]")
     shown = [number_format(dtype) for dtype in formats]
     if not shown:
         raise ValueError("formats must name at least one format")
-    shift = None if scale is None else _log2(scale)
+    shift = None if scale is None else math.log2(scale_as_number(scale))
     counts = histogram.counts.reshape(-1, histogram.counts.shape[-1]).sum(0).cpu().numpy()
     spread = Spread(histogram.lowest, counts / max(1, counts.sum()))
 
@@ -116,6 +128,12 @@ class Spread:
         overlap = np.clip(np.minimum(start + 1, high) - np.maximum(start, low), 0.0, 1.0)
         return float((self.shares * overlap).sum())
 
+    def cuts(self, low: float, high: float, shift: float = 0.0) -> bool:
+        """Says whether one of two powers cuts a bin, after a shift, with numbers in it that can be seen."""
+        places = [power - shift - self.lowest for power in (low, high) if math.isfinite(power)]
+        cut = [math.floor(place) for place in places if abs(place - round(place)) > _WHOLE]
+        return any(0 <= index < len(self.shares) and self.shares[index] > _SEEN for index in cut)
+
     def ends(self) -> tuple[int, int]:
         """Returns the powers between which there is something to see; (0, 0) if there is nothing."""
         seen = np.flatnonzero(self.shares > _SEEN)
@@ -131,6 +149,12 @@ def bands(item: Format) -> dict[str, tuple[float, float]]:
         "normal": (normal, over),
         "overflow": (over, math.inf),
     }
+
+
+def lost_bands(item: Format) -> dict[str, tuple[float, float]]:
+    """Returns the same for what is lost: just below the smallest normal number, numbers are rounded up to it."""
+    found, normal = bands(item), math.log2(item.normal_from)
+    return {"zero": found["zero"], "subnormal": (found["zero"][1], normal), "overflow": found["overflow"]}
 
 
 def _draw_spread(axes: "Axes", spread: Spread, shift: float | None, first: Format) -> None:
@@ -189,10 +213,12 @@ def _write_losses(table: "Axes", spread: Spread, shift: float | None, shown: Seq
         place = 0.17 + 0.36 * column
         table.text(place, -0.75, f"{name} %", ha="center", va="bottom", color=MUTED, fontsize=8.5)
         for row, item in enumerate(shown):
-            band = bands(item)[name]
-            shares = [spread.within(*band, moved) for moved in ((0.0,) if shift is None else (0.0, shift))]
+            band = lost_bands(item)[name]
+            moves = (0.0,) if shift is None else (0.0, shift)
+            shares = [spread.within(*band, moved) for moved in moves]
+            texts = ["≈" * spread.cuts(*band, moved) + _percent(spread.within(*band, moved)) for moved in moves]
             color = INK if any(shares) else MUTED
-            table.text(place, row, " → ".join(map(_percent, shares)), ha="center", va="center", color=color, fontsize=9)
+            table.text(place, row, " → ".join(texts), ha="center", va="center", color=color, fontsize=9)
 
 
 def _percent(share: float) -> str:
@@ -202,10 +228,3 @@ def _percent(share: float) -> str:
     if percent < 0.1:
         return "<0.1"
     return f"{percent:.0f}" if percent >= 10 else f"{percent:.1f}"
-
-
-def _log2(scale: float | torch.Tensor) -> float:
-    number = float(scale)
-    if not 0 < number < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {number}")
-    return math.log2(number)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,7 @@ _SEEN = 0.04  # of the height: where a label fits into a part of a bar
 
 
 def plot_plan(
-    plans: Iterable[Plan],
+    plans: Iterable[Plan] | Mapping[str, Plan],
     *,
     labels: Sequence[str] | None = None,
     capacity: float | None = None,
@@ -45,7 +45,7 @@ def plot_plan(
     """Draws plans side by side as stacked bars, for example by policy or by ZeRO stage.
 
     Args:
-        plans: The plans, from left to right; at least one.
+        plans: The plans, from left to right; at least one. Of a mapping, the keys are the labels.
         labels: What stands below each; by default what differs among them: optimizer, policy, ZeRO stage, devices.
         capacity: The bytes of a device, drawn as a line; None draws none.
         unit: `"GB"`, `"GiB"`, ...; by default that of the first plan.
@@ -58,7 +58,7 @@ def plot_plan(
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
         ValueError: If there is no plan, not a label for each, the unit is unknown, or `capacity` is not above zero.
-        TypeError: If `plans` holds something else, or `labels` is a single string.
+        TypeError: If `plans` holds something else, or `labels` is a single string or given beside a mapping.
 
     Example:
         >>> import fmp
@@ -66,6 +66,10 @@ def plot_plan(
         >>> figure = plot_plan(plans, capacity=80e9)  # doctest: +SKIP
         >>> figure.savefig("zero.png")  # doctest: +SKIP
     """
+    if isinstance(plans, Mapping):
+        if labels is not None:
+            raise TypeError("labels are the keys of plans already, as it is a mapping; leave one of the two out")
+        labels, plans = [str(name) for name in plans], plans.values()
     plans = _as_plans(plans)
     _check_capacity(capacity)
     if isinstance(labels, str):
@@ -172,7 +176,7 @@ def plot_live_bytes(
 
 def _as_plans(plans: Any) -> list[Plan]:
     if isinstance(plans, Plan):
-        raise TypeError("plans must be a sequence of plans, got a single one; put it in a list")
+        raise TypeError("plans must be a sequence of plans, got a single one; put it in a list, or give {name: plan}")
     if not isinstance(plans, Iterable):
         raise TypeError(f"plans must be a sequence of plans, got a {type(plans).__name__}")
     plans = list(plans)

@@ -4,8 +4,8 @@
 //
 //   entry = (row << 32) | (number of the chunk in its tensor)
 //
-// Both lie in device memory and are written once for a list of tensors, not once a step. A tensor may begin at any
-// element and have any size: its last chunk is short, and an empty one has none.
+// Both lie in device memory. A tensor may begin at any element and have any size: its last chunk is short, and an empty
+// one has none.
 #pragma once
 #include "types.cuh"
 

@@ -7,7 +7,7 @@
 // Whatever the input says, nothing outside of the tensors is touched and every loop ends: the count of numbers comes from
 // the row alone, words beyond the stream read as zero, and a code of no length stands still. What does not fit together
 // is reported instead: damaged[row] is set if the code is not complete, a chunk does not have the length kept for it, a
-// group does not begin where the one before ends, or the stream does not end where the last one does.
+// group does not begin in the stream and where the one before ends, or the stream does not end where the last one does.
 #include "chunks.cuh"
 
 constexpr int MAX_LENGTH = 12, TABLE = 1 << MAX_LENGTH, SYMBOLS = 256;
@@ -20,7 +20,7 @@ struct df11_row {
   const u16* chunk_bits;
   const long long* group_starts;
   const u8* sign_mantissa;
-  long long offset;  // of the first number in `out`
+  long long offset;  // of the first number from `outs`
   long long numbers;
   long long words;  // of 32 bits in the stream
 };
@@ -102,7 +102,7 @@ __device__ __forceinline__ bool ends_well(const df11_row& row, long long group, 
   ASSUME_GLOBAL(row.stream);
   if (group == 0 && row.group_starts[0] != 0) return false;
   if ((group + 1) * GROUP * CHUNK < row.numbers) return row.group_starts[group + 1] == end;
-  if (end < 0 || row.words != 2 * ((end + 63) / 64 + 1)) return false;
+  if (row.words != 2 * ((end + 63) / 64 + 1)) return false;
   u32 left = row.stream[end / 32] >> end % 32;
   for (long long word = end / 32 + 1; word < row.words; word++) left |= row.stream[word];  // at most three
   return left == 0;
@@ -138,10 +138,13 @@ extern "C" __global__ void __launch_bounds__(GROUP* WARPS)
   }
   const int all = __shfl_sync(0xffffffffu, end, GROUP - 1);
   if (count) {
-    const long long* start = row.group_starts + group;
-    ASSUME_GLOBAL(start);
-    if (lane == 0) fits_together &= ends_well(row, group, *start + all);
-    reader codes(row.stream, row.words, *start + end - bits);
+    const long long* kept = row.group_starts + group;
+    ASSUME_GLOBAL(kept);
+    const bool is_inside = (u64)*kept <= 32 * (u64)row.words;  // so that no sum overflows
+    const long long start = is_inside ? *kept : 0;
+    fits_together &= is_inside;
+    if (lane == 0) fits_together &= ends_well(row, group, start + all);
+    reader codes(row.stream, row.words, start + end - bits);
     const u8* in = row.sign_mantissa + first;
     u16* out = outs + row.offset + first;
     const bool aligned = fits<STEP>(in, 0) && fits<STEP / 2>(out, 0);

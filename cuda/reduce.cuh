@@ -1,7 +1,8 @@
 // The sum of squares of all numbers that a launch has made, and whether one of them is not finite.
 //
 // Each block writes a partial result, and `finish` in scale.cu adds them up: without atomics nothing has to be zeroed
-// before, and the order of the sum, hence its bits, is the same every time.
+// before, and for the same addresses the order of the sum, hence its bits, is the same every time. (Which thread adds
+// which number depends on where a tensor begins: on its head in chunks.cuh.)
 #pragma once
 #include "types.cuh"
 

@@ -14,6 +14,7 @@ from fmp.df11.compressed import CompressedTensor as CompressedTensor
 from fmp.df11.container import WeightFile as WeightFile, load as load, open as open, save as save
 from fmp.df11.frozen import frozen as frozen
 from fmp.df11.frozen_weight import FrozenWeight as FrozenWeight
-from fmp.df11.published import read_dfloat11 as read_dfloat11, write_dfloat11 as write_dfloat11
+from fmp.df11.published.reader import read_dfloat11 as read_dfloat11
+from fmp.df11.published.writer import write_dfloat11 as write_dfloat11
 from fmp.df11.trees import compress as compress, decompress as decompress
 from fmp.df11.wrap import wrap as wrap

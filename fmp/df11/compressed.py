@@ -1,8 +1,7 @@
 """A compressed tensor as a node of a tree: tensors as children, so that everything which carries trees carries it."""
 
-import functools
-import warnings
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from fmp import _compat, tree
 from fmp.df11 import codec
 from fmp.df11.ahead import ahead_of_time
 from fmp.df11.layout import Encoded
-from fmp.kernels import df11 as kernels, launch
+from fmp.kernels import df11 as kernels, eligible
 
 # The parts of compressed numbers as numpy has them.
 _DTYPES = (np.uint8, np.uint64, np.uint16, np.int64, np.uint8)
@@ -102,18 +101,19 @@ class CompressedTensor:
         """Restores the tensor.
 
         Returns:
-            bf16 of the tensor's shape, contiguous, on the node's device, in memory of its own. The work is done on the
-            host.
+            bf16 of the tensor's shape, contiguous, on the node's device, in memory of its own. The work is done on a
+            GPU whose kernels run, see `fmp.kernels.backends`, and otherwise on the host, with copies.
 
         Raises:
-            ValueError: If the parts do not fit together, or are mapped over by `torch.func.vmap`.
+            ValueError: If the parts do not fit together, or are mapped over by `torch.func.vmap`. What is decoded while
+                a CUDA graph is captured is not checked.
+            RuntimeError: If a CUDA graph is captured, and the host would have to decode.
         """
         if self.is_raw:
             if self.raw.dtype != torch.int16 or self.raw.numel() != self.numel():
                 raise ValueError(f"{self.raw.numel()} numbers as {self.raw.dtype} do not make {self}")
             return self.raw.clone().view(self.dtype).reshape(self.shape)
-        parts = (self.code_lengths, self.stream, self.chunk_bits, self.group_starts, self.sign_mantissa)
-        return _decode(*parts, self.shape)
+        return _decode(*_coded(self), self.shape)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "CompressedTensor":
         """Moves the node to a device. It has no other dtype: for that, decompress it first."""
@@ -139,8 +139,7 @@ class CompressedTensor:
     @property
     def nbytes(self) -> int:
         """The bytes of all parts together."""
-        parts = (self.code_lengths, self.stream, self.chunk_bits, self.group_starts, self.sign_mantissa, self.raw)
-        return sum([part.nbytes for part in parts])
+        return sum([part.nbytes for part in (*_coded(self), self.raw)])
 
     @property
     def bits_per_weight(self) -> float:
@@ -156,6 +155,26 @@ class CompressedTensor:
 
     def __describe__(self) -> str:
         return f"df11[{','.join(str(size) for size in self.shape)}]"
+
+
+def decompress_all(nodes: Sequence[CompressedTensor]) -> list[torch.Tensor]:
+    """Restores tensors as `CompressedTensor.decompress` does; on a GPU, those of one device in one launch."""
+    devices: dict[torch.device, list[int]] = {}
+    for index, node in enumerate(nodes):
+        if not node.is_raw and node.sign_mantissa.numel() == node.numel():
+            devices.setdefault(node.device, []).append(index)
+    found: dict[int, torch.Tensor] = {}
+    for device, indices in devices.items():
+        parts = [_coded(nodes[index]) for index in indices]
+        together = list(chain.from_iterable(parts))
+        if eligible.are_plain(together) and eligible.are_alike([together]) and eligible.runs("df11", device):
+            restored = zip(indices, kernels.restore(parts), strict=True)
+            found |= {index: tensor.reshape(nodes[index].shape) for index, tensor in restored}
+    return [found[index] if index in found else node.decompress() for index, node in enumerate(nodes)]
+
+
+def _coded(node: CompressedTensor) -> kernels.Parts:
+    return kernels.Parts(node.code_lengths, node.stream, node.chunk_bits, node.group_starts, node.sign_mantissa)
 
 
 def empty(dtype: torch.dtype) -> torch.Tensor:
@@ -209,26 +228,6 @@ def _(tensor: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("weights cannot be compressed, or read from a file, inside of torch.compile; do it outside")
 
 
-@functools.cache
-def _kernel_is_right(device: torch.device) -> bool:
-    """Compares the kernel with the codec once, on codes of all lengths: no card may return wrong weights."""
-    index = np.arange(1, 2**18, dtype=np.int64)
-    exponents = 100 + np.log2(index & -index).astype(np.int64)  # each half as frequent as the one before
-    numbers = (exponents << 7 | index * 40503 & 0x807F).astype(np.uint16)
-    encoded = codec.encode(numbers)
-    assert encoded is not None
-    node = CompressedTensor.from_encoded(encoded, empty(torch.int16), numbers.shape).to(device)
-    parts = (node.code_lengths, node.stream, node.chunk_bits, node.group_starts, node.sign_mantissa)
-    right = np.array_equal(_array(kernels.restore(parts).view(torch.int16), np.uint16), numbers)
-    if not right:
-        warnings.warn(
-            f"the DF11 kernel returns wrong numbers on {device}, so the host decodes; please report card and driver",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return right
-
-
 # torch.library.custom_op would load the whole compiler when it is first called. Integers have no gradients to lose.
 _parts = "Tensor code_lengths, Tensor stream, Tensor chunk_bits, Tensor group_starts, Tensor sign_mantissa"
 torch.library.define("fmp::df11_decode", f"({_parts}, SymInt[] shape) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
@@ -248,8 +247,13 @@ def _on_any_device(
     parts = (code_lengths, stream, chunk_bits, group_starts, sign_mantissa)
     threads, device = torch.get_num_threads(), sign_mantissa.device
 
-    if sign_mantissa.is_cuda and launch.missing(device) is None and _kernel_is_right(device):
-        return kernels.restore(parts).reshape(shape)
+    if eligible.runs("df11", device):
+        return kernels.restore([kernels.Parts(*[part.contiguous() for part in parts])])[0].reshape(shape)
+    if sign_mantissa.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the host would have to decode, which a CUDA graph cannot capture; decode once before, so that the kernel "
+            "is compiled and tried, and see fmp.kernels.backends() if that does not help"
+        )
 
     def decode(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         encoded = Encoded(*[_array(part, dtype) for part, dtype in zip(parts, _DTYPES, strict=True)])

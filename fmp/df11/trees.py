@@ -6,7 +6,7 @@ from typing import Any
 import optree
 import torch
 
-from fmp.df11.compressed import CompressedTensor, check_compressible, check_outside
+from fmp.df11.compressed import CompressedTensor, check_compressible, check_outside, decompress_all
 from fmp.df11.frozen_weight import FrozenWeight, stored_form
 from fmp.optim.masks import Mask, selector
 from fmp.tree import leaves, paths
@@ -80,26 +80,41 @@ def decompress(tree: Tree) -> Tree:
         tree: Any tree. Leaves that are not compressed stay as they are.
 
     Returns:
-        The tree with tensors in place of all nodes; a node that is in the tree twice becomes one tensor.
+        The tree with tensors in place of all nodes; a node that is in the tree twice becomes one tensor. On a GPU whose
+        kernels run, all nodes are decoded in one launch.
 
     Raises:
         ValueError: If a node is damaged.
     """
     tensors: dict[Any, torch.Tensor] = {}
+    if not torch.compiler.is_compiling():
+        found = optree.tree_leaves(tree, is_leaf=_is_compressed, none_is_leaf=True)
+        nodes = {_parts(node): node for leaf in found if (node := _node(leaf)) is not None}
+        tensors |= zip(nodes, decompress_all(list(nodes.values())), strict=True)
 
-    def restored(node: Any) -> Any:
-        if isinstance(node, FrozenWeight) and node.requires_grad:
-            return torch.stack([node])[0]  # a decoded copy that autograd follows
-        node = stored_form(node)
-        if not isinstance(node, CompressedTensor):
-            return node
-        # A node that went through a map is another object with the same parts.
-        identity = (node.shape, *[id(part) for part in leaves(node)])
-        if identity not in tensors:
-            tensors[identity] = node.decompress()
-        return tensors[identity]
+    def restored(leaf: Any) -> Any:
+        node = _node(leaf)
+        if node is None:
+            # If it has a gradient, a decoded copy that autograd follows.
+            return torch.stack([leaf])[0] if _is_compressed(leaf) and leaf.requires_grad else stored_form(leaf)
+        parts = _parts(node)
+        if parts not in tensors:
+            tensors[parts] = node.decompress()
+        return tensors[parts]
 
     return optree.tree_map(restored, tree, is_leaf=_is_compressed, none_is_leaf=True)
+
+
+def _node(leaf: Any) -> CompressedTensor | None:
+    """Returns the node that a leaf is or stands for, if restoring it is all there is to do."""
+    if isinstance(leaf, FrozenWeight):
+        return None if leaf.views or leaf.requires_grad else leaf.node
+    return leaf if isinstance(leaf, CompressedTensor) else None
+
+
+def _parts(node: CompressedTensor) -> Any:
+    """Says which node it is. One that went through a map is another object with the same parts."""
+    return node.shape, *[id(part) for part in leaves(node)]
 
 
 def _is_compressed(node: Any) -> bool:

@@ -7,13 +7,20 @@ import torch
 from fmp.df11 import acceleration
 from fmp.kernels import launch, trust
 
+# What torch does where the kernel cannot.
 _WORK = {
     "unscale and norm": "scale",
     "axpby": "axpby",
     "adam": "adam",
+    "adam with a remainder": "adam_remainder",
+    "adam rounded stochastically": "adam_stochastic",
     "sgd": "sgd",
+    "sgd with a remainder": "sgd_remainder",
+    "sgd rounded stochastically": "sgd_stochastic",
     "loss scale": "loss_scale",
 }
+# What the host does.
+_DECODING = {"df11": "df11", "published df11": "df11_published"}
 
 
 class Backend(NamedTuple):
@@ -42,30 +49,37 @@ def backends() -> dict[str, Backend]:
         ...     if work.endswith("cpu"):
         ...         print(work)
         df11 on cpu
+        published df11 on cpu
         unscale and norm on cpu
         axpby on cpu
         adam on cpu
+        adam with a remainder on cpu
+        adam rounded stochastically on cpu
         sgd on cpu
+        sgd with a remainder on cpu
+        sgd rounded stochastically on cpu
         loss scale on cpu
         >>> backends()["adam on cpu"]
         torch: the kernels are for NVIDIA GPUs
     """
     host = Backend("numba", "it is installed") if acceleration.has_numba() else Backend("numpy", "numba is not usable")
-    reason = launch.missing()
-    if reason is None:
-        device = Backend("cuda", f"compiled for {torch.cuda.get_device_name()}")
-    else:
-        device = Backend(host.name, f"on the host, with copies: {reason}")
-    found = {"df11 on cpu": host, "df11 on cuda": device}
+    found = {}
+    for work, kernel in _DECODING.items():
+        found[f"{work} on cpu"] = host
+        found[f"{work} on cuda"] = _on_cuda(kernel, instead=host.name, note="on the host, with copies: ")
     for work, kernel in _WORK.items():
         found[f"{work} on cpu"] = Backend("torch", "the kernels are for NVIDIA GPUs")
-        found[f"{work} on cuda"] = _on_cuda(kernel, reason)
+        found[f"{work} on cuda"] = _on_cuda(kernel, instead="torch")
     return found
 
 
-def _on_cuda(kernel: str, reason: str | None) -> Backend:
+def _on_cuda(kernel: str, *, instead: str, note: str = "") -> Backend:
+    reason = launch.missing()
     if reason is not None:
-        return Backend("torch", reason)
-    if trust.was_refused(kernel):
-        return Backend("torch", "the kernel was tried and could not be used; the warning had the reason")
-    return Backend("cuda", f"compiled for {torch.cuda.get_device_name()}")
+        return Backend(instead, f"{note}{reason}")
+    tried = trust.found(kernel)
+    problems = [f"the kernel {problem} on {device}" for device, problem in tried.items() if problem is not None]
+    if problems:
+        return Backend(instead, note + "; ".join(problems))
+    card = torch.cuda.get_device_name()
+    return Backend("cuda", f"compiled for {card}, and tried" if tried else f"for {card}; tried before its first use")

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,8 +11,6 @@ from fmp.df11.huffman import SYMBOLS
 from fmp.df11.layout import CHUNK, GROUP
 from fmp.kernels.launch import launch
 from fmp.kernels.tables import upload
-
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _WARPS = 8
 _CHUNK, _THREADS = _WARPS * GROUP * CHUNK, _WARPS * GROUP
@@ -25,61 +24,98 @@ _PARTS = {
 _ROW = np.dtype(
     [*[(name, np.uint64) for name in _PARTS], *[(name, np.int64) for name in ("offset", "numbers", "words")]]
 )
-_ALIGNMENT = 64  # numbers between which a tensor may begin
-# The memory of weights that were whole when they were decoded before.
-_sound: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
-def restore(parts: Parts) -> torch.Tensor:
-    """Restores one tensor; that its parts fit together is found out the first time, for which the host waits.
+class Parts(NamedTuple):
+    """The parts of one tensor, as `fmp.df11.layout` describes them, contiguous and on one device.
+
+    Attributes:
+        code_lengths: u8[256].
+        stream: i64[words].
+        chunk_bits: i16[chunks].
+        group_starts: i64[groups].
+        sign_mantissa: u8[numbers].
+    """
+
+    code_lengths: torch.Tensor
+    stream: torch.Tensor
+    chunk_bits: torch.Tensor
+    group_starts: torch.Tensor
+    sign_mantissa: torch.Tensor
+
+
+class _Look(NamedTuple):
+    """What a part was when it was looked at. Two of them are equal if nothing can have changed in between."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    offset: int
+    size: int
+    version: int
+
+
+# By the memory of the signs and mantissas, and where in it they begin: the parts of weights that were whole.
+_sound: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[int, tuple[_Look, ...]]] = weakref.WeakKeyDictionary()
+
+
+def restore(tensors: Sequence[Parts]) -> list[torch.Tensor]:
+    """Restores tensors; that their parts fit together is found out the first time, for which the host waits.
 
     Args:
-        parts: As for `decode`.
+        tensors: As for `decode`.
 
     Returns:
-        bf16[numbers], in memory of its own.
+        As of `decode`.
 
     Raises:
         TypeError: As for `decode`.
-        ValueError: As for `decode`; if the parts do not fit together.
+        ValueError: As for `decode`; if the parts of a tensor do not fit together.
     """
-    (out,), damaged = decode([parts])
-    identity = parts[-1].untyped_storage()
-    if identity not in _sound and not (out.is_cuda and torch.cuda.is_current_stream_capturing()):
+    found, damaged = decode(tensors)
+    if damaged.is_cuda and torch.cuda.is_current_stream_capturing():
+        return found
+    looks = [tuple(map(_look, parts)) for parts in tensors]
+    known = [_sound.setdefault(parts[-1].untyped_storage(), {}) for parts in tensors]
+    if any(own.get(look[-1].offset) != look for own, look in zip(known, looks, strict=True)):
         if damaged.any():
             raise ValueError("the compressed numbers are corrupt: codes, lengths and positions do not fit together")
-        _sound.add(identity)
-    return out
+        for own, look in zip(known, looks, strict=True):
+            own[look[-1].offset] = look
+    return found
 
 
 def decode(tensors: Sequence[Parts]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Restores tensors from the parts that `fmp.df11.layout` describes.
+    """Restores tensors, all in one launch.
 
     Args:
-        tensors: For each tensor code_lengths u8[256], stream i64[words], chunk_bits i16[chunks], group_starts
-            i64[groups] and sign_mantissa u8[numbers], contiguous and all on one device.
+        tensors: The parts of each, all of them on one device.
 
     Returns:
-        The numbers, bf16[numbers] each, all in one piece of memory; and i32[tensors], which is not 0 where the parts do
-        not fit together. Nobody waits for either.
+        The numbers, bf16[numbers] each, in memory of its own; and i32[tensors], which is not 0 where the parts do not
+        fit together. Nobody waits for either.
 
     Raises:
         TypeError: If a part has another dtype, or is not contiguous, or on another device.
         ValueError: If a part has not the number of entries that the numbers need.
     """
-    device, rows, end = tensors[0][0].device, np.zeros(len(tensors), _ROW), 0
+    device, rows = tensors[0][0].device, np.zeros(len(tensors), _ROW)
     for row, parts in zip(rows, tensors, strict=True):
         _check(parts, device)
         for name, part in zip(_PARTS, parts, strict=True):
             row[name] = part.data_ptr()
-        row["offset"], row["numbers"], row["words"] = end, parts[-1].numel(), 2 * parts[1].numel()
-        end += -(-parts[-1].numel() // _ALIGNMENT) * _ALIGNMENT
-    out = torch.empty(end, dtype=torch.bfloat16, device=device)
+        row["numbers"], row["words"] = parts[-1].numel(), 2 * parts[1].numel()
+    found = [torch.empty(parts[-1].numel(), dtype=torch.bfloat16, device=device) for parts in tensors]
+    # Relative to the first, so that one tensor has the same row each time, wherever it is restored to.
+    rows["offset"] = [(out.data_ptr() - found[0].data_ptr()) // out.element_size() for out in found]
     damaged = torch.zeros(len(tensors), dtype=torch.int32, device=device)
     table = upload(rows, rows["numbers"].tolist(), _CHUNK, device)
-    pointers = [tensor.data_ptr() for tensor in (table.rows, table.chunks, out, damaged)]
+    pointers = [tensor.data_ptr() for tensor in (table.rows, table.chunks, found[0], damaged)]
     launch(device, "df11_decode", of="df11", blocks=len(table.chunks), threads=_THREADS, arguments=pointers)
-    return [out[row["offset"] : row["offset"] + row["numbers"]] for row in rows], damaged
+    return found, damaged
+
+
+def _look(part: torch.Tensor) -> _Look:
+    version = 0 if part.is_inference() else part._version  # inference tensors have none: they are looked at once
+    return _Look(weakref.ref(part.untyped_storage()), int(part.storage_offset()), part.numel(), version)
 
 
 def _check(parts: Parts, device: torch.device) -> None:

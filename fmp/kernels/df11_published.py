@@ -38,7 +38,7 @@ def restore(group: Group, device: torch.device) -> torch.Tensor:
 
     Args:
         group: The arrays, with any sizes and contents.
-        device: A GPU, for which `fmp.kernels.launch.missing` says None.
+        device: A GPU, on which `fmp.kernels.eligible.runs` this kernel.
 
     Returns:
         bf16[n] on the device.

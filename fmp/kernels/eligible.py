@@ -28,6 +28,16 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and launch.missing(device) is None
 
 
+def runs(kernel: str, device: torch.device) -> bool:
+    """Says whether a kernel runs on a device, and is trusted there. The first time, `fmp.kernels.trust` tries it.
+
+    Args:
+        kernel: A key of `fmp.kernels.trials.TRIALS`.
+        device: The device.
+    """
+    return has_kernels(device) and trust.agrees(kernel, device)
+
+
 def usable(kernel: str, *columns: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor | None] = ()) -> bool:
     """Says whether a kernel may work on tensors.
 

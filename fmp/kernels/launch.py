@@ -6,11 +6,14 @@ CuPy is not given the text: it would compile it such that subnormal numbers beco
 is included.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import importlib
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,8 +44,9 @@ def missing(device: torch.device | str = "cuda") -> str | None:
         return "torch finds no GPU"
     try:
         _cupy()
-    except ImportError as error:
-        return f"CuPy cannot be loaded ({error}); install fmp with the extra `cuda`"
+    except Exception as error:  # what a broken package raises can be anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"CuPy cannot be loaded ({reason}); install fmp with the extra `cuda`"
     return nvrtc.missing()
 
 
@@ -87,26 +91,61 @@ def cubin(of: str, arch: str) -> Path:
         arch: The compute capability as the digits of `sm_90`, such as `"90"`.
 
     Returns:
-        The file with the machine code. It is in the folder `FMP_CACHE_DIR`, by default `fmp` in the user's cache.
+        The file with the machine code. It is in the folder `FMP_CACHE_DIR`, by default `fmp` in the user's cache; or,
+        where that cannot be written to, in a temporary one of this process.
 
     Raises:
         NvrtcError: If it cannot be compiled.
-        OSError: If the folder cannot be written to.
+        OSError: If the temporary folder cannot be written to.
     """
     text = source.text(of)
     key = repr((text, arch, nvrtc.OPTIONS, nvrtc.version()))
-    path = _folder() / f"{of}-sm_{arch}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
-    if not path.exists():
-        compiled = nvrtc.compile(text, f"{of}.cu", arch)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(compiled.cubin)
+    stem = f"{of}-sm_{arch}-{_digest(key.encode())}"
+    folder = _folder()
+    if found := _intact(folder, stem):
+        return found
+    compiled = nvrtc.compile(text, f"{of}.cu", arch).cubin
+    try:
+        return _written(folder, stem, compiled)
+    except OSError:
+        return _written(_temporary_folder(), stem, compiled)
+
+
+def _intact(folder: Path, stem: str) -> Path | None:
+    """Finds a file that was compiled before. Its name ends with a digest of its content, so a damaged one is seen."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"{stem}-*.cubin"):
+            if path.stem == f"{stem}-{_digest(path.read_bytes())}":
+                return path
+    return None
+
+
+def _written(folder: Path, stem: str, content: bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}-{_digest(content)}.cubin"
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
     return path
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]
 
 
 def _folder() -> Path:
     given = os.environ.get("FMP_CACHE_DIR")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fmp"
+    folder = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fmp"
+    try:
+        return folder.expanduser()
+    except RuntimeError:  # the user has no home
+        return _temporary_folder()
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="fmp-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @functools.cache

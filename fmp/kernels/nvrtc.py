@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)$")
 
 # A product and a sum are contracted where the source says so, and nowhere else. Subnormal numbers stay what they are;
@@ -104,7 +106,12 @@ def _library() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[Path]:
-    """Yields the libraries of installed packages, the newest first, then the names that the loader may know."""
+    """Yields the libraries of installed packages, then the names that the loader may know.
+
+    What is compiled by a newer CUDA than torch's, the driver may not load. So first comes the version of torch's, then
+    the newest.
+    """
+    wanted = int((torch.version.cuda or "0").partition(".")[0])
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     found = [
@@ -114,8 +121,9 @@ def _candidates() -> Iterator[Path]:
         for path in folder.glob(pattern)
         if (match := _LIBRARY.search(path.name))
     ]
-    yield from (path for _, path in sorted(found, reverse=True))
-    yield from (Path(f"libnvrtc.so.{major}") for major in (13, 12))
+    found.sort(key=lambda item: (item[0] == wanted, *item), reverse=True)
+    yield from (path for _, path in found)
+    yield from (Path(f"libnvrtc.so.{major}") for major in sorted((13, 12), key=lambda major: major != wanted))
 
 
 def _read(program: ctypes.c_void_p, size_of: Callable[..., int], read: Callable[..., int]) -> bytes:

@@ -1,8 +1,8 @@
 """Small problems on which each kernel is compared with torch's operators, bit for bit.
 
 All numbers have few digits. Then products are exact, and whether a compiler contracts a product and a sum changes
-nothing: the same bits come out of every correct order of operations. Among them are subnormal numbers, odd sizes and
-tensors that begin at odd addresses.
+nothing: the same bits come out of every correct order of operations. Among them are subnormal numbers, odd sizes, more
+than one chunk, tensors that begin at odd addresses, and casts half way between two numbers and of NaN.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +11,24 @@ from typing import Any
 
 import torch
 
-from fmp.kernels import adam, loss_scale, multi_tensor, sgd
+from fmp.kernels import adam, df11_trials, loss_scale, multi_tensor, sgd
 from fmp.master import FORMS
 
 Tensor = torch.Tensor
 
-_SIZES = (5, 0, 137, 1030)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SIZES = (5, 0, 137, 1030, multi_tensor.CHUNK + 137)
+_F32, _F16, _BF16 = _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SUBNORMAL = 2.0**-140
 # By the form, the dtypes of gradients and of casts or parameters.
-_F32, _F16, _BF16 = _DTYPES
 _FORMATS: dict[str | None, Sequence[tuple[torch.dtype, torch.dtype]]] = {
-    None: ((_F32, _F16), (_F16, _F16), (_BF16, _BF16)),
+    None: ((_F32, _F16), (_F32, _BF16), (_F16, _F16), (_BF16, _BF16)),
     "remainder": ((_F32, _BF16), (_BF16, _BF16)),
     "stochastic": ((_F32, _F16), (_F32, _BF16), (_F16, _F16), (_BF16, _BF16)),
 }
+# Half way between two numbers of 16 bits, or between the largest one and infinity; and infinity.
+_TIES = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, -1 - 2**-8, 2**-25, 3 * 2**-25]
+_TIES += [65520.0, 511 * 2.0**119, float("inf")]
+_FULL_NAN = 0x7FFFFFFF  # the bits of the NaN that a GPU makes; what is added to them runs over
 
 
 def _numbers(size: int, device: torch.device, dtype: torch.dtype = torch.float32, *, step: int = 7) -> Tensor:
@@ -38,7 +41,13 @@ def _numbers(size: int, device: torch.device, dtype: torch.dtype = torch.float32
 
 
 def _every_dtype(device: torch.device) -> list[Tensor]:
-    return [_numbers(size, device, dtype) for dtype in _DTYPES for size in _SIZES]
+    """Makes tensors of every size and dtype. The largest begin where new memory does, so that packs can be written."""
+    numbers = [_numbers(size, device, dtype) for dtype in _DTYPES for size in _SIZES]
+    return [each.clone() if each.numel() == _SIZES[-1] else each for each in numbers]
+
+
+def _number(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -54,13 +63,16 @@ def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    """Returns the bits of a tensor, the same ones for every NaN."""
+    if tensor.is_floating_point():
+        tensor = tensor.masked_fill(tensor.isnan(), float("nan"))
     return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def _scale(device: torch.device) -> bool:
     given = _every_dtype(device)
     for divisor in (4.0, 3.0):
-        scale = torch.full((), divisor, device=device)
+        scale = _number(divisor, device)
         expected = [tensor.to(torch.float32) / scale for tensor in given]
         found, norm, finite = multi_tensor.unscale(given, scale)
         measured = multi_tensor.measure(given, scale)
@@ -68,54 +80,80 @@ def _scale(device: torch.device) -> bool:
             return False
         if divisor == 4.0 and not _same([norm], [_norm(expected)]):
             return False
-    for bad in (float("inf"), float("nan")):
-        given[2][-1] = bad
-        if multi_tensor.measure(given).finite:
+    many = list(_numbers(1100, device).unbind())  # more than `finish` has threads
+    if not _same([multi_tensor.measure(many).norm], [_norm(many)]):
+        return False
+    places = range(len(_SIZES) - 1, len(given), len(_SIZES))
+    for place, bad in zip(places, (float("inf"), float("-inf"), float("nan")), strict=True):
+        spoilt = given[place].clone()
+        spoilt[0] = bad  # its thread goes on to finite ones
+        if multi_tensor.measure([*given[:place], spoilt, *given[place + 1 :]]).finite:
             return False
     return True
 
 
 def _axpby(device: torch.device) -> bool:
     xs = _every_dtype(device)
-    ys = [_numbers(x.numel(), device, step=11) for x in xs]
-    ys[1] = ys[1].to(torch.bfloat16)
+    ys = [_numbers(x.numel(), device, step=11).clone() for x in xs]
+    for wide in (2, 3):
+        ys[wide] = ys[wide].to(torch.bfloat16)
     found, norm, finite = multi_tensor.axpby(0.5, xs, -1.25, ys)
     expected = [0.5 * x.to(torch.float32) + -1.25 * y.to(torch.float32) for x, y in zip(xs, ys, strict=True)]
-    return _same([*found, norm, finite], [*expected, _norm(expected), torch.ones_like(finite)])
+    xs[-1][0] = float("nan")
+    nan = multi_tensor.axpby(0.5, xs, -1.25, ys)[2]
+    return _same([*found, norm, finite, ~nan], [*expected, _norm(expected), *[torch.ones_like(finite)] * 2])
 
 
 def _optimizer(
-    device: torch.device, form: str | None, run: Callable[..., None], update: Callable[..., list[Tensor]]
+    device: torch.device,
+    form: str | None,
+    decays: Sequence[float],
+    run: Callable[..., None],
+    update: Callable[..., list[Tensor]],
 ) -> bool:
     """Compares steps of an optimizer, one of which is skipped.
 
     Args:
         device: Where.
         form: The form of the parameters; None for float32 and casts.
+        decays: For each row the factor of the parameter in its gradient.
         run: `run(gradients, params, first, second, low, scale=, clip=, finite=, form=, seeds=)` overwrites.
-        update: `update(gradient, param, first, second)` returns the new parameter and moments.
+        update: `update(row, gradient, param, first, second)` returns the new parameter and moments. Its gradient has
+            the decay in it.
     """
-    scale, clip = torch.full((), 0.25, device=device), torch.full((), 0.5, device=device)
-    seeds = torch.arange(len(_SIZES), device=device) * 3**38 - 2**60 if form == "stochastic" else None
-    options = {"scale": scale, "clip": clip, "form": form, "seeds": seeds}
-    for grad_dtype, dtype in _FORMATS[form]:
-        gradients = [_numbers(size, device, grad_dtype) for size in _SIZES]
-        params, low = _stored([_numbers(size, device, step=11) for size in _SIZES], form, dtype, seeds)
+    ties = torch.tensor(_TIES, dtype=torch.float32, device=device)
+    ties = _shifted(torch.cat([ties, torch.full_like(ties[:1], _FULL_NAN, dtype=torch.int32).view(torch.float32)]))
+    still = torch.zeros_like(ties)
+    seeds = torch.arange(len(_ROWS), device=device) * 3**38 - 2**60 if form == "stochastic" else None
+    for index, (grad_dtype, dtype) in enumerate(_FORMATS[form]):
+        # A factor that is absent is one.
+        scale, clip = (_number(0.25, device), _number(0.5, device)) if index % 2 == 0 else (None, None)
+        gradients = [*[_numbers(size, device, grad_dtype) for size in _SIZES], still.to(grad_dtype)]
+        params, low = _stored([*[_numbers(size, device, step=11) for size in _SIZES], ties], form, dtype, seeds)
         full = params if form is None else list(map(FORMS[form].merge, params, low))
-        first = [_numbers(size, device, step=13) for size in _SIZES]
+        first = [*[_numbers(size, device, step=13) for size in _SIZES], still.clone()]
+        wide = [
+            gradient.to(torch.float32) * (0.125 if scale is not None else 1.0) + (decay * param if decay else 0.0)
+            for gradient, param, decay in zip(gradients, full, decays, strict=True)
+        ]
         # Squares of the root that Adam takes, which then is exact.
-        wide = [gradient.to(torch.float32) * scale * clip for gradient in gradients]
         second = [_shifted(2.0 * (2.0 * grad.abs().ceil()).square() - grad.square()) for grad in wide]
-        expected = [list(column) for column in zip(*map(update, wide, full, first, second), strict=True)]
+        expected = [list(column) for column in zip(*map(update, _ROWS, wide, full, first, second), strict=True)]
         after = [*_stored(expected[0], form, dtype, seeds), *expected[1:]]
         before = [
             [None if leaf is None else leaf.clone() for leaf in column] for column in (params, low, first, second)
         ]
-        for finite, wanted in ((False, before), (True, after)):
-            run(gradients, params, first, second, low, finite=torch.full((), finite, device=device), **options)
+        on = True if index % 2 == 0 else None
+        for finite, wanted in ((False, before), (on, after)):
+            flag = None if finite is None else _number(finite, device, torch.bool)
+            options = {"scale": scale, "clip": clip, "finite": flag, "form": form, "seeds": seeds}
+            run(gradients, params, first, second, low, **options)
             if not all(map(_same, map(_there, (params, low, first, second)), map(_there, wanted))):
                 return False
     return True
+
+
+_ROWS = range(len(_SIZES) + 1)  # the last one has the ties
 
 
 def _stored(full: list[Tensor], form: str | None, dtype: torch.dtype, seeds: Tensor | None) -> list[list[Any]]:
@@ -136,32 +174,41 @@ def _there(column: list[Any]) -> list[Tensor]:
     return [leaf for leaf in column if leaf is not None]
 
 
+def _coefficients(columns: Sequence[float | Sequence[float]], device: torch.device) -> Tensor:
+    """Makes f32[rows, columns] of numbers, or of a number for each row."""
+    table = [column if isinstance(column, Sequence) else [column] * len(_ROWS) for column in columns]
+    return torch.tensor(table, dtype=torch.float32, device=device).t().contiguous()
+
+
 def _adam(device: torch.device, form: str | None = None) -> bool:
-    first_weight, second_weight, step_size, eps, shrink = 0.25, 0.5, -0.3, 0.125, -0.0625
-    row = [first_weight, second_weight, 1.0 - second_weight, step_size, eps, shrink, 0.0, 0.0]
-    columns = [torch.full((len(_SIZES),), number, device=device) for number in row]
-    coefficients = torch.stack(columns, dim=1)
+    second_weight, step_size, eps, shrink, decay = 0.5, -0.3, 0.125, -0.0625, 0.25
+    first_weights = (0.25, 0.5, 0.75, 0.25, 0.75, 0.25)  # from 0.5 on, the mean is taken from its other end
+    flags = [adam.COUPLED_DECAY, 0, 0, adam.DECOUPLED_DECAY, adam.COUPLED_DECAY, 0]
+    row = (first_weights, second_weight, 1.0 - second_weight, step_size, eps, shrink, decay, 0.0)
+    coefficients = _coefficients(row, device)
 
     def run(gradients: list[Tensor], *columns: list[Tensor], **options: Any) -> None:
         params, first, second, low = columns
-        flags = [adam.DECOUPLED_DECAY] * len(gradients)
         adam.step(gradients, params, first, second, low, flags=flags, coefficients=coefficients, **options)
 
-    def update(gradient: Tensor, param: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
-        first = first + first_weight * (gradient - first)
+    def update(row: int, gradient: Tensor, param: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
+        first = first + first_weights[row] * (gradient - first)
         second = second * (1.0 - second_weight) + second_weight * gradient * gradient
         moved = first / (second.sqrt() + eps) * step_size
-        return [param + (moved + shrink * param), first, second]
+        if flags[row] & adam.DECOUPLED_DECAY:
+            moved = moved + shrink * param
+        return [param + moved, first, second]
 
-    return _optimizer(device, form, run, update)
+    return _optimizer(device, form, [decay if flag & adam.COUPLED_DECAY else 0.0 for flag in flags], run, update)
 
 
 def _sgd(device: torch.device, form: str | None = None) -> bool:
     negated_rate, momentum, gain, decay = -0.3, 0.5, 0.75, 0.25
-    columns = [torch.full((len(_SIZES),), number, device=device) for number in (negated_rate, momentum, gain, decay)]
-    coefficients = torch.stack(columns, dim=1)
+    flags = [sgd.NESTEROV, 0, sgd.DECAY, sgd.DECAY | sgd.NESTEROV, 0, 0]
+    coefficients = _coefficients((negated_rate, momentum, gain, decay), device)
 
     def run(
+        has_momentum: bool,
         gradients: list[Tensor],
         params: list[Tensor],
         first: list[Tensor],
@@ -169,24 +216,38 @@ def _sgd(device: torch.device, form: str | None = None) -> bool:
         low: list[Tensor],
         **options: Any,
     ) -> None:
-        flags = [sgd.DECAY | sgd.NESTEROV] * len(gradients)
-        sgd.step(gradients, params, first, low, flags=flags, coefficients=coefficients, **options)
+        moments = first if has_momentum else None
+        sgd.step(gradients, params, moments, low, flags=flags, coefficients=coefficients, **options)
 
-    def update(gradient: Tensor, param: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
-        gradient = gradient + decay * param
-        first = momentum * first + gradient * gain
-        return [param + (gradient + momentum * first) * negated_rate, first, second]
+    def update(
+        has_momentum: bool, row: int, gradient: Tensor, param: Tensor, first: Tensor, second: Tensor
+    ) -> list[Tensor]:
+        direction = gradient
+        if has_momentum:
+            first = momentum * first + gradient * gain
+            direction = gradient + momentum * first if flags[row] & sgd.NESTEROV else first
+        return [param + direction * negated_rate, first, second]
 
-    return _optimizer(device, form, run, update)
+    decays = [decay if flag & sgd.DECAY else 0.0 for flag in flags]
+    return all(
+        _optimizer(device, form, decays, partial(run, has_momentum), partial(update, has_momentum))
+        for has_momentum in (True, False)
+    )
 
 
 def _loss_scale(device: torch.device) -> bool:
     rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "min_scale": 1.0, "max_scale": 48.0}
-    cases = [(False, 16.0, 1, 8.0, 0), (False, 1.5, 2, 1.0, 0), (True, 16.0, 1, 16.0, 2), (True, 32.0, 2, 48.0, 0)]
+    cases = [
+        (False, 16.0, 1, 8.0, 0),
+        (False, 1.5, 2, 1.0, 0),
+        (True, 16.0, 1, 16.0, 2),
+        (True, 16.0, 2, 32.0, 0),
+        (True, 16.0, 7, 32.0, 0),  # the interval was longer when this was counted
+        (True, 32.0, 2, 48.0, 0),
+    ]
     for finite, scale, count, new_scale, new_count in cases:
-        given = torch.full((), finite, device=device), torch.full((), scale, device=device)
-        found = loss_scale.adjust(*given, torch.full((), count, dtype=torch.int32, device=device), **rule)
-        if [part.item() for part in found] != [new_scale, new_count]:
+        given = _number(finite, device, torch.bool), _number(scale, device), _number(count, device, torch.int32)
+        if [part.item() for part in loss_scale.adjust(*given, **rule)] != [new_scale, new_count]:
             return False
     return True
 
@@ -201,5 +262,7 @@ TRIALS: Mapping[str, Callable[[torch.device], bool]] = {
     "sgd_remainder": partial(_sgd, form="remainder"),
     "sgd_stochastic": partial(_sgd, form="stochastic"),
     "loss_scale": _loss_scale,
+    "df11": df11_trials.native,
+    "df11_published": df11_trials.published,
 }
-"""By source, and by the form of parameters: says whether the kernels agree with torch on a device."""
+"""By source, and by the form of parameters: says whether the kernels agree with torch, or the codec, on a device."""

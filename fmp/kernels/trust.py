@@ -1,5 +1,6 @@
 """Whether a kernel does on the card at hand what its source says: it is tried once, before its first use."""
 
+import threading
 import warnings
 
 import torch
@@ -7,12 +8,14 @@ import torch
 from fmp import _compat
 from fmp.kernels.trials import TRIALS
 
-# What has been found out. A kernel is compiled once for a process and a card, and so it is tried once.
-_verdicts: dict[tuple[str, torch.device], bool] = {}
+# What has been found out: what is wrong with a kernel, or None. It is compiled once for a process and a card, and so it
+# is tried once.
+_verdicts: dict[tuple[str, torch.device], str | None] = {}
+_lock = threading.RLock()
 
 
 def agrees(kernel: str, device: torch.device) -> bool:
-    """Says whether a kernel agrees with torch on a device, bit for bit, on a few small tensors.
+    """Says whether a kernel agrees with what else does its work on a device, bit for bit, on a few small tensors.
 
     The first time it is tried, for which the host waits; not while a CUDA graph is captured, where nothing can wait.
 
@@ -23,31 +26,37 @@ def agrees(kernel: str, device: torch.device) -> bool:
     Returns:
         Whether it does; false, too, where it cannot be compiled or launched. A `RuntimeWarning` then says so, once.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     key = (kernel, device)
-    if key not in _verdicts:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        _verdicts[key] = _tried(kernel, device)
-    return _verdicts[key]
+    with _lock:
+        if key not in _verdicts:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return False
+            _verdicts[key] = problem = _problem(kernel, device)
+            if problem is not None:
+                _warn(kernel, device, problem)
+        return _verdicts[key] is None
 
 
-def was_refused(kernel: str) -> bool:
-    """Says whether a kernel was tried on some device, and could not be used."""
-    return any(name == kernel and not verdict for (name, _), verdict in _verdicts.items())
+def found(kernel: str) -> dict[torch.device, str | None]:
+    """Says what trials of a kernel have found: for each device on which it was tried the problem, or None."""
+    return {device: problem for (name, device), problem in _verdicts.items() if name == kernel}
 
 
-def _tried(kernel: str, device: torch.device) -> bool:
+def _problem(kernel: str, device: torch.device) -> str | None:
     try:
         # What is tried is the kernel; modes around the caller, such as autocast, would change what torch computes.
         with torch.no_grad(), _compat.replaced_function_modes(), torch.autocast(device.type, enabled=False):
-            if TRIALS[kernel](device):
-                return True
-        problem = "returns wrong numbers"
+            return None if TRIALS[kernel](device) else "returns wrong numbers"
     except Exception as error:
-        problem = f"cannot run ({type(error).__name__}: {error})"
+        return f"cannot run ({type(error).__name__}: {error})"
+
+
+def _warn(kernel: str, device: torch.device, problem: str) -> None:
+    instead = "the host decodes" if kernel.startswith("df11") else "torch's operators do its work"
     warnings.warn(
-        f"the kernel {kernel!r} {problem} on {device}, so torch's operators do its work; please report card and driver",
+        f"the kernel {kernel!r} {problem} on {device}, so {instead}; please report card and driver",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=4,
     )
-    return False

@@ -23,7 +23,7 @@ class Coefficients(NamedTuple):
 def coefficients_of(
     leaves: Sequence[Any], ages: Sequence[Any], rate: Scalar, b1: Scalar, b2: Scalar, eps: Scalar, decay: Scalar
 ) -> list[Coefficients | None]:
-    """Computes the coefficients of every leaf, as one vector a dtype.
+    """Computes the coefficients of every leaf, as one vector for each dtype and device.
 
     Args:
         leaves: The parameters; None comes out for those that are no real floats.
@@ -35,11 +35,11 @@ def coefficients_of(
         decay: The decoupled weight decay.
     """
     found: list[Coefficients | None] = [None] * len(leaves)
-    groups: dict[torch.dtype, list[int]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, leaf in enumerate(leaves):
         if is_castable(leaf):
-            groups.setdefault(full_precision(leaf.dtype), []).append(index)
-    for dtype, indices in groups.items():
+            groups.setdefault((full_precision(leaf.dtype), ages[index].device), []).append(index)
+    for (dtype, _), indices in groups.items():
         together = _together(torch.stack([ages[index] for index in indices]), dtype, rate, b1, b2, eps, decay)
         rows = zip(indices, together.step_size.unbind(), torch.as_tensor(together.eps).unbind(), strict=True)
         for index, step_size, eps_of_leaf in rows:

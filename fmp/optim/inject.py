@@ -104,4 +104,10 @@ def _scalar(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _asked(schedules: dict[str, Callable[[torch.Tensor], Any]], count: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: torch.as_tensor(scheduled(each, count)).to(torch.float32) for name, each in schedules.items()}
+    found = {name: scheduled(each, count) for name, each in schedules.items()}
+    return {
+        name: value.to(torch.float32)
+        if isinstance(value, torch.Tensor)
+        else torch.full((), value, dtype=torch.float32, device=count.device)
+        for name, value in found.items()
+    }

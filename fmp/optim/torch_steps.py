@@ -239,7 +239,7 @@ def _stored(state: Slots, old: Slots, names: list[str], like: torch.Tensor, make
             f"{maker.optimizer_class.__name__} kept {sorted(names)} for a parameter {tree.describe(like)} at first, "
             f"and now keeps {sorted(found)}; state must not change its structure"
         )
-    return [torch.as_tensor(state[name], device=old[name].device).to(old[name].dtype) for name in names]
+    return [torch.as_tensor(state[name], dtype=old[name].dtype, device=old[name].device) for name in names]
 
 
 class _OnDevice(TorchFunctionMode):

@@ -31,7 +31,7 @@ def decoding(device: torch.device, numbers: int) -> Iterator[Work]:
         part.to(device)
         for part in (node.code_lengths, node.stream, node.chunk_bits, node.group_starts, node.sign_mantissa)
     ]
-    native: df11.Parts = (parts[0], parts[1], parts[2], parts[3], parts[4])
+    native = df11.Parts(*parts)
     assert torch.equal(df11.decode([native])[0][0].view(torch.int16), bits)
     counted = (node.nbytes / numbers, 2)
     yield Work("DF11, native", "fmp", lambda: df11.decode([native]), numbers, counted, output=600.0)

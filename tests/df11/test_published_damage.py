@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
-from fmp.df11.published import read_dfloat11, write_dfloat11
+from fmp.df11 import read_dfloat11, write_dfloat11
 from fmp.df11.published.groups import Group, decode_group, encode_group
 from fmp.df11.published.patterns import Patterns
 from tests.df11.published_oracle import gaussian, weights

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fmp
+from fmp.df11 import read_dfloat11, write_dfloat11
 from fmp.df11.compressed import CompressedTensor
-from fmp.df11.published import read_dfloat11, write_dfloat11
 from fmp.folders import atomic_folder
 from tests.bits import same_bits
 

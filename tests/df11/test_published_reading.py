@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fmp.df11.published import read_dfloat11, write_dfloat11
+from fmp.df11 import read_dfloat11, write_dfloat11
 from fmp.errors import DF11Error
 from tests.bits import same_bits
 from tests.df11.test_published_folder import BLOCK, model

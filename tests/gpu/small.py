@@ -30,7 +30,7 @@ def run(device: torch.device) -> None:
                 state, _ = step(state, make_batch(seed, device, overflow=seed == 1))
     bits = gaussian(50_000)
     node = CompressedTensor.compress(torch.from_numpy(bits.view("int16")).view(torch.bfloat16)).to(device)
-    parts = (node.code_lengths, node.stream, node.chunk_bits, node.group_starts, node.sign_mantissa)
+    parts = df11.Parts(node.code_lengths, node.stream, node.chunk_bits, node.group_starts, node.sign_mantissa)
     assert not df11.decode([parts, parts])[1].any()
     group = encode_group(bits)
     arrays = [torch.from_numpy(getattr(group, name)).to(device) for name in df11_published.Parts._fields]

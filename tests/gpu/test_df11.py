@@ -24,12 +24,21 @@ def test_many_tensors_in_one_launch(device, kind):
     assert same_bits([out.cpu() for out in outs], [tensor for _, tensor in pairs])
 
 
+def test_a_tree_is_decoded_in_one_launch(device, sources):
+    params = {"a": weights(BLOCK + 1).to(device), "b": [weights(700).to(device)], "c": torch.ones(2, device=device)}
+    compressed = fmp.df11.compress(params, min_numel=1)
+    fmp.df11.decompress(compressed)  # tries the kernel
+    sources.clear()
+    assert same_bits(fmp.df11.decompress(compressed), params)
+    assert sources == ["df11"]
+
+
 def test_damage_is_reported(device):
     node = CompressedTensor.compress(weights(5000)).to(device)
     bad = node_with(node, chunk_bits=node.chunk_bits + 1, sign_mantissa=node.sign_mantissa.clone())
     assert df11.decode([of(node), of(bad)])[1].bool().tolist() == [False, True]
     with pytest.raises(ValueError, match="corrupt"):
-        df11.restore(of(bad))
+        df11.restore([of(node), of(bad)])
 
 
 def test_the_published_format(device):

@@ -1,5 +1,7 @@
 """The DF11 decoder: what the CPU codec restores, in every schedule; and damage, which it survives and reports."""
 
+import ctypes
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import fmp
 from fmp import tree
-from fmp.df11 import CompressedTensor
-from fmp.df11.compressed import _kernel_is_right
-from fmp.kernels import df11, launch
+from fmp.df11 import CompressedTensor, codec
+from fmp.kernels import df11, eligible, launch, nvrtc, trust
 from tests.bits import same_bits
 from tests.cuda_executor import SCHEDULES, LaunchError, Module
 from tests.kernels.harness import folder, needs_executor
@@ -46,7 +48,7 @@ def parts(node: CompressedTensor) -> dict[str, Any]:
 
 
 def of(node: CompressedTensor) -> df11.Parts:
-    return node.code_lengths, node.stream, node.chunk_bits, node.group_starts, node.sign_mantissa
+    return df11.Parts(node.code_lengths, node.stream, node.chunk_bits, node.group_starts, node.sign_mantissa)
 
 
 @pytest.fixture(scope="module", params=["fast", "checked"])
@@ -226,32 +228,162 @@ def test_the_way_to_the_gpu(monkeypatch):
         outs, damaged = df11.decode([of(node) for node, _ in pairs])
         assert not damaged.any()
         assert same_bits(outs, [tensor for _, tensor in pairs])
-        assert {out.untyped_storage().data_ptr() for out in outs} == {outs[0].untyped_storage().data_ptr()}
+        assert len({out.untyped_storage().data_ptr() for out in outs}) == len(outs)
     bad = node_with(nodes[1], chunk_bits=nodes[1].chunk_bits + 1)
     _, damaged = df11.decode([of(node) for node in (nodes[2], bad, nodes[4])])
     assert damaged.bool().tolist() == [False, True, False]
 
 
-def test_a_card_is_believed_if_it_agrees_with_the_codec(monkeypatch):
-    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
-    assert _kernel_is_right.__wrapped__(torch.device("cpu"))
-    restore = df11.restore
-    monkeypatch.setattr(df11, "restore", lambda parts: restore(parts).roll(1))
-    with pytest.warns(RuntimeWarning, match="wrong numbers"):
-        assert not _kernel_is_right.__wrapped__(torch.device("cpu"))
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes the CPU a GPU whose kernels run and are not tried yet; lists what is launched there, and on the host."""
+    done: list[str] = []
+    kernels, decode_on_host = Module(folder() / "df11.cu", "fast"), codec.decode
+    monkeypatch.setattr(eligible, "has_kernels", lambda device: True)
+    monkeypatch.setattr(launch, "module_on", lambda device, of: done.append(of) or kernels)
+    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(
+        codec, "decode", lambda *args, **options: done.append("host") or decode_on_host(*args, **options)
+    )
+    return done
 
 
-def test_one_tensor_is_checked_when_it_is_first_met(monkeypatch):
-    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
+class Wrong:
+    """Kernels that say that everything is damaged, and restore nothing."""
+
+    def get_function(self, name: str) -> Any:
+        return lambda grid, block, args: setattr(ctypes.c_int32.from_address(args[-1]), "value", 1)
+
+
+def refused(*error: Any) -> Any:
+    raise error[0]
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (lambda: refused(nvrtc.NvrtcError("df11.cu for sm_70")), r"cannot run \(NvrtcError: df11\.cu for sm_70"),
+        (lambda: refused(PermissionError(13, "Permission denied")), r"cannot run \(PermissionError"),
+        (Wrong, "returns wrong numbers"),
+    ],
+    ids=["not compiled", "not kept", "wrong"],
+)
+def test_the_host_decodes_where_the_kernel_cannot(gpu, monkeypatch, load, reason):
+    monkeypatch.setattr(launch, "module_on", lambda device, of: load())
     tensor = weights(5000)
     node = CompressedTensor.compress(tensor)
-    bad = node_with(node, chunk_bits=node.chunk_bits + 1, sign_mantissa=node.sign_mantissa.clone())
-    with pytest.raises(ValueError, match="corrupt"):
-        df11.restore(of(bad))
+    with pytest.warns(RuntimeWarning, match=f"the kernel 'df11' {reason}.* on cpu, so the host decodes"):
+        assert same_bits(node.decompress(), tensor)
+    assert same_bits(fmp.df11.decompress({"w": node})["w"], tensor)  # and no second warning
+    assert gpu == ["host", "host"]
+
+
+def test_a_kernel_is_tried_before_its_first_use(gpu):
+    tensor = weights(5000)
+    node = CompressedTensor.compress(tensor)
     for _ in range(2):
-        assert same_bits(df11.restore(of(node)), tensor)
+        assert same_bits(node.decompress(), tensor)
+    assert gpu == ["df11"] * 3
+
+
+def test_a_tree_is_decoded_in_one_launch(gpu):
+    assert trust.agrees("df11", torch.device("cpu"))
+    gpu.clear()
+    params = {"a": weights(5000), "b": [weights(700), weights(3)], "c": torch.ones(2)}
+    compressed = fmp.df11.compress(params, min_numel=1)
+    found = fmp.df11.decompress(compressed)
+    assert same_bits(found, params)
+    assert gpu == ["df11"]
+    memory = [leaf.untyped_storage().data_ptr() for leaf in tree.leaves(found)]
+    assert len(set(memory)) == len(memory)
+    bad = node_with(compressed["b"][0], chunk_bits=compressed["b"][0].chunk_bits + 1)
     with pytest.raises(ValueError, match="corrupt"):
-        df11.restore(of(bad))
+        fmp.df11.decompress({**compressed, "b": [bad]})
+
+
+def test_parts_with_gaps_are_decoded_too(gpu):
+    tensor = weights(5000)
+    node = CompressedTensor.compress(tensor)
+    spread = node_with(node, sign_mantissa=node.sign_mantissa.repeat(2, 1).t()[:, 0])
+    assert same_bits(spread.decompress(), tensor)
+    assert same_bits(fmp.df11.decompress([spread]), [tensor])
+    assert "host" not in gpu
+
+
+def test_the_host_does_not_decode_into_a_graph(gpu, monkeypatch):
+    node = CompressedTensor.compress(weights(5000))
+    monkeypatch.setattr(eligible, "runs", lambda kernel, device: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(RuntimeError, match="decode once before"):
+        node.decompress()
+    assert gpu == []
+
+
+def test_tensors_are_checked_when_they_are_first_met(monkeypatch):
+    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
+    tensors = [weights(5000), weights(700)]
+    nodes = [CompressedTensor.compress(tensor) for tensor in tensors]
+    bad = node_with(nodes[0], chunk_bits=nodes[0].chunk_bits + 1, sign_mantissa=nodes[0].sign_mantissa.clone())
+    with pytest.raises(ValueError, match="corrupt"):
+        df11.restore([of(nodes[1]), of(bad)])
+    for _ in range(2):
+        assert same_bits(df11.restore(list(map(of, nodes))), tensors)
+        waits = pytest.MonkeyPatch()
+        waits.setattr(torch.Tensor, "any", lambda *args: pytest.fail("asked again"))
+        df11.restore(list(map(of, nodes)))
+        waits.undo()
+    with pytest.raises(ValueError, match="corrupt"):
+        df11.restore([of(bad)])
+
+
+@pytest.mark.parametrize("name", ["code_lengths", "chunk_bits", "group_starts", "stream"])
+def test_what_is_changed_is_checked_again(monkeypatch, name):
+    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
+    node = CompressedTensor.compress(weights(5000))
+    df11.restore([of(node)])
+    with pytest.raises(ValueError, match="corrupt"):  # a part was replaced
+        df11.restore([of(node_with(node, **{name: getattr(node, name).clone().fill_(1)}))])
+    with pytest.raises(ValueError, match="corrupt"):
+        df11.restore([of(node_with(node, stream=node.stream[:-1]))])
+    assert df11.restore([of(node)])
+    getattr(node, name).fill_(1)
+    with pytest.raises(ValueError, match="corrupt"):  # overwritten
+        df11.restore([of(node)])
+
+
+def test_weights_may_share_memory(monkeypatch):
+    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
+    nodes = [CompressedTensor.compress(weights(numbers)) for numbers in (5000, 700)]
+    together = torch.cat([node.sign_mantissa for node in nodes])
+    first = node_with(nodes[0], sign_mantissa=together[:5000])
+    second = node_with(nodes[1], sign_mantissa=together[5000:], chunk_bits=nodes[1].chunk_bits + 1)
+    df11.restore([of(first)])
+    with pytest.raises(ValueError, match="corrupt"):
+        df11.restore([of(second)])
+
+
+def test_what_was_checked_is_forgotten_with_its_memory(monkeypatch):
+    launched(monkeypatch, Module(folder() / "df11.cu", "fast"))
+    before = len(df11._sound)
+    node = CompressedTensor.compress(weights(5000))
+    df11.restore([of(node)])
+    assert len(df11._sound) == before + 1
+    del node
+    gc.collect()
+    assert len(df11._sound) == before
+
+
+@pytest.mark.parametrize("start", [2**63 - 1, 2**63 - 2**13, -(2**63), -1, 2**40])
+def test_a_start_outside_of_the_stream(checked, start):
+    """No sum of such a start with lengths overflows: the executor is built to find that out."""
+    node = CompressedTensor.compress(weights(32 * 512 + 40))
+    for place in (0, 1):
+        starts = node.group_starts.clone()
+        starts[place] = start
+        assert decode(checked, [node_with(node, group_starts=starts)], [torch.zeros(32 * 512 + 40).bfloat16()]) == [
+            True
+        ]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
-from fmp.df11.published import read_dfloat11, write_dfloat11
+from fmp.df11 import read_dfloat11, write_dfloat11
 from fmp.df11.published.groups import Group, decode_group, encode_group
 from fmp.errors import DF11Error
-from fmp.kernels import df11_published, launch
+from fmp.kernels import df11_published, eligible, launch, nvrtc, trust
 from tests.bits import same_bits
 from tests.cuda_executor import SCHEDULES, LaunchError, Module
 from tests.df11.published_oracle import gaussian, weights
@@ -58,7 +58,8 @@ def checked() -> Module:
 def on_executor(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets the product launch its kernels on the CPU; returns the sources that it asks for."""
     kernels, asked = harness.module("df11_published", "fast"), []
-    monkeypatch.setattr(launch, "missing", lambda device: None)
+    monkeypatch.setattr(eligible, "has_kernels", lambda device: True)
+    monkeypatch.setattr(trust, "_verdicts", {("df11_published", torch.device("cpu")): None})
     monkeypatch.setattr(launch, "module_on", lambda device, of: (asked.append(of), kernels)[1])
     return asked
 
@@ -363,6 +364,18 @@ def test_folders_are_decoded_by_the_kernel(on_executor, tmp_path):
     path.write_bytes(whole)
     with pytest.raises(DF11Error, match="the group 'a' is damaged: gaps disagrees with the codes at bit"):
         read_dfloat11(tmp_path / "df11", {"a.weight": (20, 35), "a.bias": (35,)}, device="cpu")
+
+
+def test_folders_are_decoded_by_the_host_where_the_kernel_cannot(on_executor, monkeypatch):
+    def refuse(device: torch.device, of: str) -> Any:
+        raise nvrtc.NvrtcError("df11_published.cu for sm_70")
+
+    monkeypatch.setattr(trust, "_verdicts", {})
+    monkeypatch.setattr(launch, "module_on", refuse)
+    original = load_file(SAMPLE / "original.safetensors")
+    with pytest.warns(RuntimeWarning, match="the kernel 'df11_published' cannot run .* so the host decodes") as warned:
+        assert same_bits(read_dfloat11(SAMPLE / "single", original, device="cpu"), original)
+    assert len(warned) == 1
 
 
 def test_folders_go_to_the_device():

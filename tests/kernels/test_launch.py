@@ -1,6 +1,7 @@
 """From a source to a launch, as far as it goes without a GPU: the cache, what is passed on, and what is said."""
 
 import contextlib
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import fmp
-from fmp.kernels import launch, nvrtc, tables
+from fmp.kernels import launch, nvrtc, tables, trust
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=nvrtc.missing() or "")
 
@@ -21,6 +22,9 @@ def test_a_source_is_compiled_once(tmp_path, monkeypatch):
     assert first.read_bytes().startswith(b"\x7fELF")
     assert launch.cubin("loss_scale", "80") != first
     monkeypatch.setattr(nvrtc, "compile", lambda *args: pytest.fail("compiled again"))
+    assert launch.cubin("loss_scale", "90") == first
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FMP_CACHE_DIR", "~/deep/cache")
     assert launch.cubin("loss_scale", "90") == first
     assert sorted(path.name[:16] for path in first.parent.iterdir()) == ["loss_scale-sm_80", "loss_scale-sm_90"]
 
@@ -39,6 +43,63 @@ def test_what_cannot_be_compiled_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(nvrtc.NvrtcError, match="sm_12345"):
         launch.cubin("loss_scale", "12345")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path_factory):
+    """Replaces the compiler; lists what it was asked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(
+        nvrtc, "compile", lambda text, name, arch: asked.append(name) or nvrtc.Compiled(b"\x7fELF machine code", "")
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    launch._temporary_folder.cache_clear()
+    yield asked
+    launch._temporary_folder.cache_clear()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF mach", bytes(17), b"\x7fELF machine kode"])
+def test_a_damaged_file_is_compiled_again(tmp_path, monkeypatch, compiled, damage):
+    monkeypatch.setenv("FMP_CACHE_DIR", str(tmp_path))
+    path = launch.cubin("sgd", "90")
+    whole = path.read_bytes()
+    path.write_bytes(damage)
+    assert launch.cubin("sgd", "90").read_bytes() == whole
+    assert launch.cubin("sgd", "90").read_bytes() == whole
+    assert compiled == ["sgd.cu", "sgd.cu"]
+
+
+@pytest.mark.parametrize("place", ["/proc/fmp", "file", "file/inside", "~no-such-user/fmp"])
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, compiled, place):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FMP_CACHE_DIR", place)
+    path = launch.cubin("sgd", "90")
+    assert path.read_bytes() == b"\x7fELF machine code"
+    assert path.parent.name.startswith("fmp-")
+    assert compiled == ["sgd.cu"]
+
+
+def test_a_folder_that_can_only_be_read(tmp_path, monkeypatch, compiled):
+    monkeypatch.setenv("FMP_CACHE_DIR", str(tmp_path))
+    path = launch.cubin("sgd", "90")
+    monkeypatch.setattr(launch, "atomic_write", lambda path: pytest.fail("written to"))
+    assert launch.cubin("sgd", "90") == path
+
+
+@pytest.mark.parametrize(("version", "first"), [("12.8", 12), ("13.0", 13), (None, 14)])
+def test_the_compiler_of_torchs_cuda_is_preferred(tmp_path, monkeypatch, version, first):
+    for name in ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13", "cu14/lib/libnvrtc.so.14"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    paths = [path.name for path in nvrtc._candidates()]
+    assert paths[0] == f"libnvrtc.so.{first}"
+    assert paths[3] == ("libnvrtc.so.12" if first == 12 else "libnvrtc.so.13")
+    assert sorted(paths[:3]) == ["libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so.14"]
 
 
 @needs_nvrtc
@@ -76,13 +137,14 @@ def test_kernels_are_loaded_from_the_file_and_run_on_torchs_stream(tmp_path, mon
         ("cpu", "13.0", True, True, "the tensors are on cpu"),
         ("cuda", None, True, True, "built without CUDA"),
         ("cuda", "13.0", False, True, "no GPU"),
-        ("cuda", "13.0", True, False, "extra `cuda`"),
+        ("cuda", "13.0", True, ImportError("No module named 'cupy'"), "extra `cuda`"),
+        ("cuda", "13.0", True, ValueError("numpy.dtype size changed"), "(ValueError: numpy.dtype size changed)"),
     ],
 )
 def test_it_says_what_is_missing(monkeypatch, device, cuda, gpu, cupy, reason):
     def load() -> Any:
-        if not cupy:
-            raise ImportError("No module named 'cupy'")
+        if cupy is not True:
+            raise cupy
 
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -100,7 +162,8 @@ def test_backends_name_the_reason(monkeypatch):
     assert "the fuse is blown" in repr(fmp.kernels.backends())
     monkeypatch.setattr(launch, "missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a fine card")
-    assert fmp.kernels.backends()["df11 on cuda"] == ("cuda", "compiled for a fine card")
+    monkeypatch.setattr(trust, "_verdicts", {})
+    assert fmp.kernels.backends()["df11 on cuda"] == ("cuda", "for a fine card; tried before its first use")
 
 
 def test_tables_are_made_once_for_a_list_of_tensors():
@@ -109,7 +172,10 @@ def test_tables_are_made_once_for_a_list_of_tensors():
     table = tables.upload(rows, [5, 0, 9], 4, device)
     assert table.chunks.tolist() == [0 << 32 | 0, 0 << 32 | 1, 2 << 32 | 0, 2 << 32 | 1, 2 << 32 | 2]
     assert table.rows.view(torch.int64).tolist() == [0, 5, 0, 0, 0, 9]
-    assert tables.upload(rows.copy(), [5, 0, 9], 4, device) is table
+    again = tables.upload(rows.copy(), [5, 0, 9], 4, device)
+    assert all(one is other for one, other in zip(again, table, strict=True))
     rows["address"][1] = 64
-    assert tables.upload(rows, [5, 0, 9], 4, device) is not table
+    again = tables.upload(rows, [5, 0, 9], 4, device)
+    assert again.rows is not table.rows
+    assert again.chunks is table.chunks
     assert tables.upload(rows[:0], [], 4, device).chunks.tolist() == []

@@ -138,3 +138,15 @@ def test_a_parameter_without_gradient_does_not_age(ours):
     for name, value in values.items():
         torch.testing.assert_close(value, theirs[name].detach(), rtol=1e-10, atol=0)
     assert [age.item() for age in state.ages.values()] == [6, 3]
+
+
+@pytest.mark.parametrize("ours", [optim.adam, optim.adamw])
+def test_parameters_on_two_devices(ours):
+    tx, values = ours(0.1), {"a": torch.ones(3), "b": torch.ones(2, device="meta"), "c": torch.full((2,), 0.5)}
+    grads = {name: torch.full_like(value, 0.25) for name, value in values.items()}
+    new, state = steps(tx, values, grads, 2)
+    assert {name: value.device.type for name, value in new.items()} == {"a": "cpu", "b": "meta", "c": "cpu"}
+    assert state.ages["b"].device.type == "meta"
+    here = {name: leaf for name, leaf in values.items() if name != "b"}
+    expected, _ = steps(tx, here, {name: grads[name] for name in here}, 2)
+    assert all(torch.equal(new[name], expected[name]) for name in here)

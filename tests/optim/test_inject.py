@@ -169,3 +169,17 @@ def test_what_makes_no_optimizer_is_refused():
         optim.inject_hyperparams(lambda rate: rate)(rate=0.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="static must be names of arguments"):
         optim.inject_hyperparams(optim.sgd, static=[1])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_schedule_that_returns_a_number_is_not_rounded_to_the_default_dtype():
+    params = {"w": torch.ones(1, dtype=torch.float32)}
+    tx = optim.inject_hyperparams(optim.sgd)(learning_rate=lambda count: 0.1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        state = tx.init(params)
+        _, new = tx.update(params, state, params)
+    finally:
+        torch.set_default_dtype(before)
+    for found in (state, new):
+        assert torch.equal(found.hyperparams["learning_rate"], torch.tensor(0.1))

@@ -17,7 +17,7 @@ from torch import nn
 from fmp.df11.published.groups import Group, decode_group, in_parallel
 from fmp.df11.published.patterns import PARTS, Patterns, joined, read_config
 from fmp.errors import DF11Error
-from fmp.kernels import df11_published, launch
+from fmp.kernels import df11_published, eligible
 
 Skeleton = nn.Module | Mapping[str, Any]
 
@@ -88,7 +88,7 @@ def read_dfloat11(
 
             tensors = {name: _read(files[name], name).to(device) for name in plain}
             # Other threads would launch on other streams than the caller's.
-            each = in_parallel if launch.missing(device) else map
+            each = map if eligible.runs("df11_published", device) else in_parallel
             for weights in each(lambda group: _decoded(files, *group, device), groups.items()):
                 tensors |= weights
     except (safetensors.SafetensorError, ValueError) as error:
@@ -247,10 +247,10 @@ def _decoded(
     splits = parts.pop("split_positions")
     group = Group(**{part: tensor.contiguous().numpy() for part, tensor in parts.items()})
     try:
-        if launch.missing(device):
-            numbers = torch.from_numpy(decode_group(group).view(np.int16)).view(torch.bfloat16).to(device)
-        else:
+        if eligible.runs("df11_published", device):
             numbers = df11_published.restore(group, device)
+        else:
+            numbers = torch.from_numpy(decode_group(group).view(np.int16)).view(torch.bfloat16).to(device)
     except ValueError as error:
         raise ValueError(f"the group {module!r} is damaged: {error}") from error
     weights = numbers.tensor_split(splits)

@@ -12,6 +12,7 @@ from fmp import tree
 from fmp.kernels import multi_tensor
 from fmp.kernels.eligible import usable
 from fmp.kernels.multi_tensor import Measured
+from fmp.tree.wholes import check_whole
 
 Tree = Any
 
@@ -41,10 +42,14 @@ def all_finite(values: Tree) -> torch.Tensor:
     Returns:
         bool[], true for a tree without such tensors. It stays on the device.
 
+    Raises:
+        TypeError: If the tree holds a `LocalShard`, of which other ranks have other rows.
+
     Example:
         >>> all_finite({"w": torch.tensor([1.0, float("inf")])}), all_finite({})
         (tensor(False), tensor(True))
     """
+    check_whole(values, "the flag")
     found = _by_kernel(values)
     return tree.all_finite(values) if found is None else found.finite
 
@@ -59,10 +64,14 @@ def global_norm(values: Tree) -> torch.Tensor:
         f32[], or f64[] if any tensor is float64 or complex128; 0 for a tree without such tensors. See
         `fmp.tree.global_norm`.
 
+    Raises:
+        TypeError: If the tree holds a `LocalShard`, of which other ranks have other rows.
+
     Example:
         >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0], dtype=torch.float16)})
         tensor(5.)
     """
+    check_whole(values, "the norm")
     found = _by_kernel(values)
     return tree.global_norm(values) if found is None else found.norm
 

@@ -7,12 +7,10 @@ has no manifest and is never loaded.
 
 import dataclasses
 import json
-import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,76 +19,26 @@ from torch.distributed.tensor import DTensor
 from fmp import _compat, files, tree
 from fmp.distributed import manifest, places, storage
 from fmp.distributed.agreement import Group, gathered, on_the_first, rank_and_size, together
+from fmp.distributed.shards import LocalShard
+from fmp.distributed.turns import PendingSave as PendingSave, turns_of
 from fmp.encoding import decode, is_opaque
 from fmp.errors import CheckpointError
 from fmp.outline import Entry, check_fits, is_leaf, named, outline, walk, with_static_fields
 
 Tree = Any
+T = TypeVar("T")
 
-_COMPARED = 2**20  # bytes; larger plain tensors are not compared across ranks
-_log = logging.getLogger(__name__)
-
-
-class PendingSave:
-    """A save that goes on in the background.
-
-    Attributes:
-        step: The step that is saved.
-    """
-
-    def __init__(self, step: int, write: Callable[[], None]):
-        self.step = step
-        self._told = False
-        # The interpreter waits for this thread before it ends.
-        executor = ThreadPoolExecutor(1, thread_name_prefix="fmp-checkpoint")
-        self._future = executor.submit(self._run, write)
-        executor.shutdown(wait=False)
-
-    def done(self) -> bool:
-        """Says whether it has ended on this rank, well or not."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits until the checkpoint is complete.
-
-        Args:
-            timeout: Seconds to wait.
-
-        Raises:
-            CheckpointError: If it could not be written; on all ranks.
-            TimeoutError: If the time is over. The save goes on.
-        """
-        error = self._future.exception(timeout)
-        self._told = True
-        if error is not None:
-            raise error
-
-    def _finish(self) -> BaseException | None:
-        """Waits for the end, good or bad."""
-        return self._future.exception()
-
-    def _settle(self) -> None:
-        """Waits for the end, and raises what nobody has been told yet."""
-        error = self._finish()
-        if error is not None and not self._told:
-            self._told = True
-            raise CheckpointError(f"the save of step {self.step} in the background failed: {error}") from error
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            _log.error("the checkpoint of step %d could not be written: %s", self.step, error)
-            raise
+_COMPARED = 2**20  # bytes; of larger plain tensors, only some entries are compared across ranks
+_SAMPLE = 2**12  # entries
 
 
 @dataclasses.dataclass
 class _Session:
-    """What changes while checkpoints are written: the process group of their own, and the save in the background."""
+    """What belongs to an object: where the folder is, and the process group of its own."""
 
+    folder: Path
     world: dist.ProcessGroup | None = None
     group: Group = None
-    pending: PendingSave | None = None
 
     def current_group(self) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
@@ -99,11 +47,6 @@ class _Session:
         if self.world is not dist.group.WORLD:
             self.world, self.group = dist.group.WORLD, cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         return self.group
-
-    def settle(self) -> None:
-        if self.pending is not None:
-            self.pending._settle()
-            self.pending = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +60,12 @@ class Checkpoints:
     Each checkpoint is a folder `000007-step-1200`: the seventh one saved, at step 1200. It holds files of
     `torch.distributed.checkpoint`, which are flat, a tensor for each leaf under its path, and a manifest. It is
     complete if the manifest is there, and the manifest comes last. An incomplete one, which a killed run leaves, stays
-    for a look until the next save begins, and is then removed. One run at a time may save into a folder.
+    for a look until the next save begins, and is then removed. One run at a time may save into a folder; in one
+    process, saves into it wait for each other, from whatever object and thread.
 
     Attributes:
         folder: Where the checkpoints are. It must be on a file system that all ranks share. The first save creates it.
+            A relative path starts at the folder in which the process is when this object is made.
         keep: How many to keep, the latest ones saved; None keeps all. Older ones are removed when a new one is
             complete.
 
@@ -141,11 +86,12 @@ class Checkpoints:
 
     folder: str | os.PathLike[str]
     keep: int | None = 3
-    _session: _Session = dataclasses.field(default_factory=_Session, init=False, repr=False, compare=False)
+    _session: _Session = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             raise ValueError(f"keep must be a positive number of checkpoints, or None for all, got {self.keep!r}")
+        object.__setattr__(self, "_session", _Session(Path(os.path.abspath(self.folder))))
 
     def save(self, state: Tree, step: int) -> None:
         """Writes a state tree; it is complete, and on disk, when this returns.
@@ -153,17 +99,19 @@ class Checkpoints:
         Args:
             state: Any tree of plain and distributed tensors, None, and Python bools, ints, floats and strings, with the
                 same structure on all ranks. Plain tensors must be the same on all ranks, and one of them writes each;
-                that is checked for those of up to 1 MiB.
+                that is checked, for those of more than 1 MiB by some of their entries.
             step: The number to find it by. A step that was saved before is replaced.
 
         Raises:
             CheckpointError: If it could not be written, or differs between the ranks, or the save before it, in the
                 background, failed. What was complete before still is.
-            TypeError: If a leaf is of another type, or `step` is not an int.
-            ValueError: If `step` is negative, two leaves have the same path, or a tensor has no values to save.
+            TypeError: If a leaf is of another type, or in a `LocalShard`, or `step` is not an int.
+            ValueError: If `step` is negative, two leaves have the same path, or a tensor has no values to save: it is
+                on the meta device, a `Partial` sum, or shared out over a mesh whose ranks do not ascend.
             RuntimeError: Inside `torch.func.vmap`, `grad` or another transform.
         """
-        self._begin(state, step, copy=False)()
+        with turns_of(self._session.folder).lock:
+            self._begin(state, step, copy=False)()
 
     def save_async(self, state: Tree, step: int) -> PendingSave:
         """Copies a state tree to the host, and writes the copy in the background.
@@ -179,16 +127,17 @@ class Checkpoints:
         Raises:
             CheckpointError, TypeError, ValueError, RuntimeError: As `save` does, for what is found before writing.
         """
-        write = self._begin(state, step, copy=True)
-        self._session.pending = PendingSave(step, write)
-        return self._session.pending
+        turns = turns_of(self._session.folder)
+        with turns.lock:
+            turns.pending = pending = PendingSave(step, self._begin(state, step, copy=True))
+        return pending
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, in the order they were saved in.
 
         It looks at the folder only, and any process may call it at any time.
         """
-        return places.steps(Path(self.folder))
+        return places.steps(self._session.folder)
 
     def latest(self) -> int | None:
         """Returns the step of the complete checkpoint that was saved last, or None if there is none."""
@@ -211,26 +160,34 @@ class Checkpoints:
 
         Raises:
             CheckpointError: On all ranks, if there is no such checkpoint, if a file of it is missing, cut, damaged or
-                not fmp's, or if it does not fit `like`; the message names the file or the leaves.
-            TypeError: If `like` has leaves that no checkpoint can hold.
+                not fmp's, or if it does not fit `like`; the message names the file or the leaves. Also if the ranks
+                ask for different steps.
+            TypeError: If `like` has leaves that no checkpoint can hold, or `step` is not an int.
+            ValueError: If a tensor of `like` is placed as `save` would not take it.
         """
-        session = self._session
-        group = session.current_group()
+        turns = turns_of(self._session.folder)
+        with turns.lock:
+            turns.finish()
+            return self._load(like, step)
+
+    def _load(self, like: Tree, step: int | None) -> Tree:
+        folder, group = self._session.folder, self._session.current_group()
         rank, size = rank_and_size(group)
-        if session.pending is not None:
-            session.pending._finish()
-        name = on_the_first(group, lambda: places.find(Path(self.folder), step).path.name)
-        path = Path(self.folder) / name
+        together(group, lambda: step is None or _check_step(step))
+        _check_same(group, {"the step to load": step})
+        path = folder / on_the_first(group, lambda: places.find(folder, step).path.name)
 
         def prepare() -> tuple[manifest.Manifest, dict[str, torch.Tensor]]:
+            _check_no_shards(like)
             wanted = outline(like, storage.TENSOR_TYPES)
             found = manifest.read(path)
             if (place := places.parse(path)) is None or place.step != found.step:
                 raise CheckpointError(f"its manifest is that of step {found.step}, so it was renamed")
             check_fits(found.entries, wanted)
+            tensors = {name: _named_errors(name, storage.empty_like, leaf) for name, leaf in _tensors(like)}
             # Each rank reads its share of the files.
             manifest.verify(path, found.stamps, sorted(found.stamps)[rank::size])
-            return found, {name: storage.empty_like(leaf) for name, leaf in _tensors(like)}
+            return found, tensors
 
         try:
             found, tensors = together(group, prepare)
@@ -246,20 +203,21 @@ class Checkpoints:
 
     def _begin(self, state: Tree, step: int, copy: bool) -> Callable[[], None]:
         """Takes the state, agrees with the other ranks on it, and returns what writes it."""
-        group = self._session.current_group()
+        folder, group = self._session.folder, self._session.current_group()
         rank, _ = rank_and_size(group)
 
         def take() -> tuple[dict[str, Entry], dict[str, storage.Part]]:
-            self._session.settle()
+            turns_of(folder).settle()
             _check_step(step)
             if _compat.transform_active():
                 raise RuntimeError("save cannot run inside vmap, grad or another transform; save what it returns")
+            _check_no_shards(state)
             entries = outline(state, storage.TENSOR_TYPES)
-            return entries, {name: _part(name, leaf, copy) for name, leaf in _tensors(state)}
+            return entries, {name: _named_errors(name, storage.part, leaf, copy) for name, leaf in _tensors(state)}
 
         entries, parts = together(group, take)
         _check_alike(group, step, entries, parts)
-        path = Path(self.folder) / on_the_first(group, lambda: places.make(Path(self.folder), step).name)
+        path = folder / on_the_first(group, lambda: places.make(folder, step).name)
 
         def write() -> None:
             storage.write(parts, path, group)
@@ -280,6 +238,7 @@ class Checkpoints:
         for folder in (path, path.parent):
             files.sync(folder)
         manifest.write(path, contents)
+        places.unmark(path)
         places.remove_old(path.parent, self.keep)
 
 
@@ -294,9 +253,18 @@ def _tensors(state: Tree) -> list[tuple[str, torch.Tensor]]:
     return [(name, leaf) for name, leaf in walk(state) if isinstance(leaf, torch.Tensor)]
 
 
-def _part(name: str, tensor: torch.Tensor, copy: bool) -> storage.Part:
+def _check_no_shards(state: Tree) -> None:
+    for name, node in walk(state):
+        if isinstance(node, LocalShard):
+            raise TypeError(
+                f"{named(name)} is a LocalShard, which does not know the mesh that shares it out; save and load "
+                "fmp.distributed.as_dtensors(state, mesh), and take that apart with local_shards"
+            )
+
+
+def _named_errors(name: str, work: Callable[..., T], *args: Any) -> T:
     try:
-        return storage.part(tensor, copy)
+        return work(*args)
     except ValueError as error:
         raise ValueError(f"{named(name)}: {error}") from error
 
@@ -305,15 +273,19 @@ def _check_alike(group: Group, step: int, entries: dict[str, Entry], parts: dict
     """Raises unless all ranks save the same step of the same tree, with the same plain leaves."""
     if group is None:
         return
-    mine: dict[str, list[Any]] = {"the step": [step]}
+    mine: dict[str, Any] = {"the step": [step]}
     for name, entry in entries.items():
         # The repr of a set, for one, is another in every process.
         static = {field: value for field, value in entry.get("static", {}).items() if not is_opaque(value)}
         mine[named(name)] = [{**entry, "static": static}]
         part = parts.get(name)
-        if part is not None and not isinstance(part.whole, DTensor) and part.local.nbytes <= _COMPARED:
-            mine[named(name)].append(files.sha256(part.local))
+        if part is not None and not isinstance(part.whole, DTensor):
+            mine[named(name)].append(_fingerprint(part.local))
+    _check_same(group, mine, "; a leaf that differs between ranks must be a distributed tensor")
 
+
+def _check_same(group: Group, mine: dict[str, Any], advice: str = "") -> None:
+    """Raises on all ranks, and names the first difference, unless all of them have the same values."""
     fingerprint = files.sha256(json.dumps(mine).encode())
     if len(set(gathered(group, lambda: fingerprint))) == 1:
         return
@@ -321,10 +293,17 @@ def _check_alike(group: Group, step: int, entries: dict[str, Entry], parts: dict
     for rank, other in enumerate(theirs):
         for name in {**theirs[0], **other}:
             if theirs[0].get(name) != other.get(name):
-                raise CheckpointError(
-                    f"{name} is not the same on the ranks 0 and {rank}; a leaf that differs between ranks must be a "
-                    "distributed tensor"
-                )
+                raise CheckpointError(f"{name} is not the same on the ranks 0 and {rank}{advice}")
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    """Computes a checksum of a tensor, or of entries that are spread evenly over a large one."""
+    if tensor.nbytes > _COMPARED:
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # any dtype of so many bytes
+        bits = tensor.view(words.get(tensor.itemsize, tensor.dtype))
+        places = torch.arange(_SAMPLE, device=tensor.device) * (tensor.numel() - 1) // (_SAMPLE - 1)
+        tensor = bits[torch.unravel_index(places, tensor.shape)]
+    return files.sha256(tensor)
 
 
 def _stamps(path: Path, rank: int) -> dict[str, manifest.Stamp]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fmp import _compat, tree
-from fmp._compat import collectives
+from fmp._compat import collectives, fsdp
 from fmp.distributed_modules import wrapper_of
 
 Params = dict[str, Tensor]
@@ -63,14 +63,16 @@ def fsdp2_value_and_grad(
     Returns:
         A function `(params, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. The loss is the mean over
         all ranks, and so is the gradient: DTensors placed as the parameters, in their dtype. A parameter that does not
-        require grad, or that the loss does not depend on, has the gradient None.
+        require grad, or that the loss does not depend on, has the gradient None. Those among `ignored_params`, of which
+        every rank has all, have plain gradients, averaged here; the loss of every rank must depend on them, or of none.
 
     Raises:
         TypeError: If the module is not one of FSDP2; when called, if the loss is no real floating-point tensor.
         KeyError: When called, if parameters are missing or unknown.
         ValueError: When called, if a parameter has another shape or placement than in the module, the loss is not a
             scalar, or the module changed a buffer.
-        RuntimeError: When called inside of a torch.func transform.
+        RuntimeError: When called inside of a torch.func transform, while the module is set to leave gradients
+            unreduced, or while it holds some that were left so.
 
     References:
         Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, arXiv 2304.11277.
@@ -81,8 +83,10 @@ def fsdp2_value_and_grad(
     def value_and_grad_fn(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if _compat.transform_active():
             raise RuntimeError("FSDP2 works by hooks of autograd; call it outside of vmap, grad and other transforms")
+        _check_reduces(module)
         own = _resharded(module)
         _check_params(params, own)
+        ignored = _ignored(module, own)
         buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
         before = {name: param.grad for name, param in own.items()}
         try:
@@ -105,7 +109,9 @@ def fsdp2_value_and_grad(
                     f"the module changed its buffer {name} during the call, which would be hidden state; use layers "
                     "without running statistics, or call module.eval() first"
                 )
-        value = _mean(loss.detach(), own)
+        together = [name for name in ignored if grads[name] is not None]
+        value, *means = _means([loss.detach(), *[cast(Tensor, grads[name]) for name in together]], own)
+        grads |= zip(together, means, strict=True)
         aux = tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return (value, aux) if has_aux else value, grads
 
@@ -118,6 +124,8 @@ def _check(module: Any) -> None:
             f"module must be one that torch.distributed.fsdp.fully_shard was called on, got a {type(module).__name__}; "
             "for a plain module there is fmp.value_and_grad, with fmp.distributed.Layout"
         )
+    if not fsdp.managed(module):
+        raise TypeError("module has no parameter that FSDP2 shares out; use fmp.value_and_grad, with a Layout")
 
 
 def _is_fsdp2(module: Any) -> bool:
@@ -157,9 +165,38 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(f"loss_fn must return a scalar, got {tree.describe(loss)}; reduce it, e.g. .mean()")
 
 
-def _mean(loss: Tensor, params: Mapping[str, Tensor]) -> Tensor:
-    """Averages the ranks' losses over the mesh on which the parameters lie."""
+def _check_reduces(module: nn.Module) -> None:
+    if (why := fsdp.unfinished(module)) is not None:
+        raise RuntimeError(
+            f"the module is set by {why} to leave gradients unreduced, and so there are none to return; set it back to "
+            "True. To accumulate, average the gradients that several calls return, or let loss_fn go through all "
+            "microbatches"
+        )
+    if fsdp.has_unreduced_gradients(module):
+        raise RuntimeError(
+            "the module holds gradients of a backward pass without gradient sync, which would be added to these; let a "
+            "backward pass with gradient sync reduce them, or make the module anew"
+        )
+
+
+def _ignored(module: nn.Module, own: Mapping[str, Tensor]) -> list[str]:
+    """Lists the trained parameters whose gradients FSDP2 leaves to each rank."""
+    managed = {id(param) for param in fsdp.managed(module)}
+    names = [name for name, param in own.items() if param.requires_grad and id(param) not in managed]
+    for name in names:
+        if isinstance(own[name], DTensor):
+            raise TypeError(
+                f"{name} is a DTensor among FSDP2's ignored_params, whose gradient nobody here can average; let FSDP2 "
+                "share it out, or freeze it with requires_grad_(False)"
+            )
+    return names
+
+
+def _means(tensors: list[Tensor], params: Mapping[str, Tensor]) -> list[Tensor]:
+    """Averages what each rank has over the mesh on which the parameters lie, in one collective a dimension."""
     mesh = next(param.device_mesh for param in params.values() if isinstance(param, DTensor))
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors], torch.float32)
+    found = [tensor.to(dtype).contiguous() for tensor in tensors]
     for dim in range(mesh.ndim):
-        loss = collectives.all_reduce([loss], mesh.get_group(dim).group_name)[0] / mesh.size(dim)
-    return loss
+        found = [each / mesh.size(dim) for each in collectives.all_reduce(found, mesh.get_group(dim).group_name)]
+    return [each.to(tensor.dtype) for each, tensor in zip(found, tensors, strict=True)]

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fmp import _compat
 from fmp._compat import collectives
+from fmp.distributed.meshes import check_ascending
 
 
 class Ranks(NamedTuple):
@@ -112,12 +113,18 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     """Looks at a mesh.
 
     Raises:
-        ValueError: If it has more than two dimensions.
+        ValueError: If it has more than two dimensions, its ranks do not ascend, or this process is not in it.
     """
     if mesh.ndim > 2:
         raise ValueError(
             f"the mesh has {mesh.ndim} dimensions; use one, over which tensors are shared, or two, of which the first "
             "repeats and the second shares them"
+        )
+    check_ascending(mesh)
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"this process, rank {torch.distributed.get_rank()}, is not in the mesh, whose ranks are "
+            f"{mesh.mesh.flatten().tolist()}; make layouts and steps on these only, or a mesh of all ranks"
         )
     last = mesh.ndim - 1
     group, size, rank = mesh.get_group(last).group_name, mesh.size(last), mesh.get_local_rank(last)
@@ -129,6 +136,30 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
 def placements(mesh: DeviceMesh) -> list[Any]:
     """Says how the tensors lie on a mesh, in the terms of DTensor."""
     return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+
+
+def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype to sum gradients in that are kept in a dtype of at least 32 bits."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else reduce_dtype
+
+
+def to_sum(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Casts what ranks are to add up, and divides it already if the sum might overflow where the mean does not.
+
+    Args:
+        tensor: Real numbers.
+        count: How many ranks add up.
+        dtype: The dtype to add up in.
+    """
+    if dtype != torch.float16:
+        return tensor.to(dtype)
+    # Before the cast, which may overflow, too.
+    return (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) / count).to(dtype)
+
+
+def mean_of(summed: Tensor, count: int) -> Tensor:
+    """Computes the mean from the sum of what `to_sum` made."""
+    return summed if summed.dtype == torch.float16 else summed / count
 
 
 def rows(count: int, size: int, rank: int) -> tuple[int, int]:
@@ -204,19 +235,15 @@ class Scatter(torch.autograd.Function):
         """Sums over the ranks that share, then over those that repeat."""
         ranks, sent = ranks_of(plan.mesh), []
         count = ranks.size * ranks.copies
-        # The sum of float16 numbers overflows where their mean does not.
-        before, after = (count, 1) if plan.reduce_dtype == torch.float16 else (1, count)
         for leaf, tensor in zip(plan.leaves, tensors, strict=True):
             real = torch.view_as_real(tensor.detach().resolve_conj()) if leaf.dtype.is_complex else tensor.detach()
-            wide = real.to(torch.float64 if real.dtype == torch.float64 else plan.reduce_dtype)
-            scaled = wide if before == 1 else wide / before
-            sent.append(_padded(scaled, -(-leaf.shape[0] // ranks.size) * ranks.size).contiguous())
+            part = to_sum(real, count, torch.float64 if real.dtype == torch.float64 else plan.reduce_dtype)
+            sent.append(_padded(part, -(-leaf.shape[0] // ranks.size) * ranks.size).contiguous())
         received = collectives.reduce_scatter(sent, ranks.size, ranks.group)
         if ranks.copies > 1:
             received = collectives.all_reduce(received, ranks.replicas)
-        return tuple(
-            [_shard(plan, ranks, leaf, summed / after) for leaf, summed in zip(plan.leaves, received, strict=True)]
-        )
+        means = [mean_of(summed, count) for summed in received]
+        return tuple([_shard(plan, ranks, leaf, mean) for leaf, mean in zip(plan.leaves, means, strict=True)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

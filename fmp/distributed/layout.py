@@ -10,7 +10,7 @@ The state holds DTensors, `Shard(0)` on the mesh. The loss and the optimizer's a
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 from fmp import random, reductions, tree
-from fmp.distributed import sharing
+from fmp.distributed import on_dtensors, sharing
 from fmp.distributed.blocks import gathered_block
-from fmp.distributed.gathering import Gather, Leaf, Plan, Ranks, Scatter, placements, ranks_of, rows
-from fmp.distributed.shards import LocalShard, check_placed
+from fmp.distributed.gathering import Gather, Leaf, Plan, Ranks, Scatter, ranks_of, rows, sum_dtype
+from fmp.distributed.shards import LocalShard, check_blocks, check_placed, is_placed_on
 from fmp.dtypes import full_precision
 from fmp.patterns import matcher
 
@@ -52,7 +51,7 @@ class Layout:
     global batch. Then n ranks make the step that one would make with the whole batch, up to rounding, if the loss is a
     mean over the batch (or has `microbatch_weight`):
 
-    - Gradients are averaged after they were unscaled, in `reduce_dtype`, once a step, however many microbatches.
+    - Gradients are averaged while they are still scaled, in `reduce_dtype`, once a step, however many microbatches.
     - All ranks agree on norms, on whether gradients are finite, and so on loss scale and skipped steps.
     - `metrics` are equal everywhere. Of the auxiliary output, floating-point numbers (without dimensions) are averaged,
       integers added up, and tensors with dimensions concatenated along the first one, by rank. What is no tensor stays
@@ -69,13 +68,15 @@ class Layout:
         mesh: The device mesh. Of two dimensions, the second shares out what the first repeats (HSDP).
         zero: What is shared out: 0 for nothing, 1 for parameters, masters, moments and averages, 3 for the parameters
             in the loss as well.
-        reduce_dtype: The dtype in which gradients are summed. Those in float64 are summed in float64.
+        reduce_dtype: The dtype in which gradients are summed. Those in float64 are summed in float64. float16 has a
+            narrow range, so it needs a loss scale that keeps gradients in it, and bfloat16 does not.
         blocks: With `zero=3`, patterns (see `fmp.patterns.matches`) of the parameters that the loss gets as shards of
             the type `LocalShard`, for `gathered_block` or `full_params`. Others are gathered before.
 
     Raises:
         TypeError: If `mesh` is no DeviceMesh.
-        ValueError: If another argument is out of range, or the mesh has more than two dimensions.
+        ValueError: If another argument is out of range, or the mesh has more than two dimensions, or descending ranks,
+            or lacks this process.
 
     References:
         S. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv 1910.02054.
@@ -125,31 +126,30 @@ class Layout:
         Args:
             values: Any tree; DTensors are not looked at.
         """
-        plain = {path: leaf for path, leaf in tree.items(values) if isinstance(leaf, Tensor)}
-        sharing.check_alike(
-            self.ranks,
-            {path: leaf for path, leaf in plain.items() if not isinstance(leaf, DTensor)},
-            self.mesh.device_type,
-        )
+        tensors = {path: leaf for path, leaf in tree.items(values) if isinstance(leaf, Tensor)}
+        plain = {path: leaf for path, leaf in tensors.items() if not isinstance(leaf, DTensor)}
+        sharing.check_alike(self.ranks, plain, self.mesh.device_type)
 
     def place(self, values: Tree) -> Tree:
         """Copies what every rank has in full to where it shall lie.
 
         Args:
-            values: A tree of tensors, equal on all ranks. DTensors on the mesh are copied as they are.
+            values: A tree of tensors, equal on all ranks. Unless `zero` is 0, DTensors that lie as the layout puts them
+                are copied as they are.
 
         Returns:
             The tree, with a DTensor of this rank's rows for each floating-point tensor with dimensions if `zero` is
             not 0, and copies of the others.
 
         Raises:
-            ValueError: If a tensor is on another device than the mesh.
+            ValueError: If a tensor is on another device than the mesh, or a pattern of `blocks` matches no path.
             TypeError: If a DTensor lies in another way.
         """
+        check_blocks(self.blocks, values)
 
         def put(path: str, leaf: Any) -> Any:
             if isinstance(leaf, DTensor):
-                check_placed(path, leaf, self.mesh)
+                self._check(path, leaf)
                 return leaf.clone()
             if not isinstance(leaf, Tensor):
                 return leaf
@@ -163,7 +163,18 @@ class Layout:
         return tree.map_with_path(put, values)
 
     def opened(self, values: Tree) -> tuple[Tree, Tree]:
-        """Takes this rank's parts out of a placed tree, without a copy, and describes their forms."""
+        """Takes this rank's parts out of a placed tree, without a copy, and describes their forms.
+
+        Raises:
+            TypeError: If a DTensor lies in another way than the layout puts it.
+        """
+        if not torch.compiler.is_compiling():
+            for index, leaf in enumerate(tree.leaves(values)):
+                if isinstance(leaf, DTensor) and not (self.zero and is_placed_on(leaf, self.mesh)):
+                    self._check(tree.paths(values)[index], leaf)
+        return self._opened(values)
+
+    def _opened(self, values: Tree) -> tuple[Tree, Tree]:
         forms = tree.map(lambda leaf: Form(tuple(leaf.shape)) if isinstance(leaf, DTensor) else None, values)
         return tree.map(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, values), forms
 
@@ -177,8 +188,8 @@ class Layout:
 
     def initial(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
         """Makes the state of an optimizer for placed parameters: DTensors of rows, and plain tensors."""
-        with _mixing():
-            return tree.map(lambda leaf: self._settled(leaf) if isinstance(leaf, DTensor) else leaf, init(params))
+        with on_dtensors.mixing():
+            return tree.map(lambda leaf: on_dtensors.settled(leaf, self.mesh), init(params))
 
     def full(self, values: Tree) -> Tree:
         """Gathers a placed tree, for example parameters to evaluate with.
@@ -188,8 +199,14 @@ class Layout:
 
         Returns:
             The tree with whole plain tensors, on every rank.
+
+        Raises:
+            TypeError: If a DTensor lies in another way than a layout on this mesh puts it.
         """
-        parts, forms = self.opened(values)
+        for path, leaf in tree.items(values):
+            if isinstance(leaf, DTensor):
+                check_placed(path, leaf, self.mesh)
+        parts, forms = self._opened(values)
         return self._gathered(parts, forms, [False] * len(tree.leaves(parts)))
 
     def offsets(self, forms: Tree) -> Tree:
@@ -229,7 +246,7 @@ class Layout:
         """Averages gradients over all ranks, in one collective for each dtype, and returns this rank's rows of them.
 
         Args:
-            grads: The gradients by what `gather` returned, unscaled. Those of a block are averaged already.
+            grads: The gradients by what `gather` returned. Those of a block are averaged already.
             forms: The forms of the parameters.
 
         Returns:
@@ -250,7 +267,7 @@ class Layout:
                 plan = self._plan([wholes[index] for index in chosen], [dtype] * len(chosen))
                 means = Scatter.forward(plan, *own)
             else:
-                means = sharing.means(self.ranks, own, _sum_dtype(dtype, self.reduce_dtype))
+                means = sharing.means(self.ranks, own, sum_dtype(dtype, self.reduce_dtype))
             for index, mean in zip(chosen, means, strict=True):
                 found[index] = mean.to(dtype)
         return tree.unflatten(spec, found)
@@ -297,37 +314,28 @@ class Layout:
         of_params, of_state = forms
         if self.zero == 0:
             return update(grads, state, params)
-        with _mixing():
-            updates, new = update(
-                self.closed(grads, of_params), self.closed(state, of_state), self.closed(params, of_params)
-            )
+        pairs = (grads, of_params), (state, of_state), (params, of_params)
+        with on_dtensors.mixing():
+            updates, new = update(*[on_dtensors.mixed(self.closed(part, forms), self.mesh) for part, forms in pairs])
         return tree.map(self._part, updates, of_params), tree.map(self._part, new, of_state)
+
+    def _check(self, path: str, leaf: DTensor) -> None:
+        if self.zero == 0:
+            raise TypeError(
+                f"{path or 'the tensor'} is a DTensor, but with zero=0 every rank has all of each tensor: pass "
+                "leaf.full_tensor(), or what layout.full(state) makes of a state of zero=1 or 3"
+            )
+        check_placed(path, leaf, self.mesh)
 
     def _bounds(self, count: int) -> tuple[int, int]:
         start, length = rows(count, self.ranks.size, self.ranks.rank)
         return start, start + length
 
     def _dtensor(self, part: Tensor, shape: Sequence[int]) -> DTensor:
-        stride = torch.empty(tuple(shape), device="meta").stride()
-        return DTensor.from_local(
-            part, self.mesh, placements(self.mesh), run_check=False, shape=torch.Size(shape), stride=stride
-        )
-
-    def _settled(self, leaf: DTensor) -> Tensor:
-        """Lets a DTensor that an optimizer has made lie by rows, or on every rank if it was made for no rows."""
-        if any(placement.is_shard(0) for placement in leaf.placements):
-            return leaf.redistribute(self.mesh, placements(self.mesh))
-        return leaf.full_tensor()
+        return on_dtensors.dtensor(part, shape, self.mesh)
 
     def _part(self, leaf: Any, form: Form | None) -> Any:
-        """Takes this rank's part out of what an optimizer has returned."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if form is None:
-            return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        if isinstance(leaf, DTensor):
-            return leaf.redistribute(self.mesh, placements(self.mesh)).to_local()
-        return leaf[slice(*self._bounds(form.shape[0]))]
+        return on_dtensors.part_of(leaf, None if form is None else slice(*self._bounds(form.shape[0])), self.mesh)
 
     def _in_blocks(self, values: Tree) -> list[bool]:
         if self.zero != 3:
@@ -336,15 +344,4 @@ class Layout:
 
     def _plan(self, forms: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Plan:
         leaves = [Leaf(tuple(form.shape), dtype, dtype) for form, dtype in zip(forms, dtypes, strict=True)]
-        return Plan(self.mesh, tuple(leaves), _sum_dtype(dtypes[0], self.reduce_dtype))
-
-
-def _mixing() -> AbstractContextManager[Any]:
-    """Lets operators take DTensors together with plain tensors, which count as equal on all ranks."""
-    # torch.compile cannot trace it; there only tensors without dimensions mix.
-    return nullcontext() if torch.compiler.is_compiling() else implicit_replication()
-
-
-def _sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to sum gradients in that are kept in a dtype of at least 32 bits."""
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else reduce_dtype
+        return Plan(self.mesh, tuple(leaves), sum_dtype(dtypes[0], self.reduce_dtype))

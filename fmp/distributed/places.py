@@ -4,7 +4,10 @@ Only rank 0 makes and removes them. The order is that of saving, not that of ste
 step, its new checkpoints are the latest ones.
 """
 
+import contextlib
 import dataclasses
+import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +15,8 @@ from pathlib import Path
 from fmp.distributed import manifest, storage
 from fmp.errors import CheckpointError
 
+_MARK = "fmp_unfinished"  # the file that says of half a checkpoint that it is one, and may be removed
+_log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 
 
@@ -59,20 +64,32 @@ def steps(folder: Path) -> list[int]:
 
 
 def make(folder: Path, step: int) -> Path:
-    """Creates an empty folder to write a checkpoint into, and removes those that were never completed."""
+    """Creates a folder to write a checkpoint into, marked as unfinished, and removes those that were never finished.
+
+    What has the name of a checkpoint, but neither the mark nor a manifest, is someone else's and stays.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     places = begun(folder)
     for place in places:
-        if not place.is_complete():
-            shutil.rmtree(place.path, ignore_errors=True)
+        if not place.is_complete() and not place.path.is_symlink():
+            _remove(place.path)
     serial = max((place.serial for place in places), default=0) + 1
     path = folder / f"{serial:06d}-step-{step}"
     path.mkdir()
+    (path / _MARK).touch()
     return path
+
+
+def unmark(path: Path) -> None:
+    """Takes the mark off a checkpoint that is complete; if it stays, it does no harm."""
+    with contextlib.suppress(OSError):
+        (path / _MARK).unlink()
 
 
 def remove_old(folder: Path, keep: int | None) -> None:
     """Removes all complete checkpoints but the last ones, one for each step.
+
+    Of one that is a symbolic link, only the link. What cannot be removed is logged, and tried again by the next save.
 
     Args:
         folder: Where they are.
@@ -83,9 +100,34 @@ def remove_old(folder: Path, keep: int | None) -> None:
     kept = sorted(by_step.values(), key=lambda place: place.serial)[-(keep or len(found)) :]
     for place in found:
         if place not in kept:
-            # Without its manifest it is no checkpoint any more; what cannot be removed now is removed before a save.
-            (place.path / manifest.NAME).unlink()
-            shutil.rmtree(place.path, ignore_errors=True)
+            try:
+                if place.path.is_symlink():
+                    place.path.unlink()
+                    continue
+                # From here on it is no checkpoint any more, but one half removed.
+                os.replace(place.path / manifest.NAME, place.path / _MARK)
+            except OSError as error:
+                _log.warning("the old checkpoint %s could not be removed: %s", place.path, error)
+                continue
+            _remove(place.path)
+
+
+def _remove(path: Path) -> None:
+    """Removes a marked folder, as far as that is possible, or an empty one."""
+    mark = path / _MARK
+    if not mark.is_file():
+        with contextlib.suppress(OSError):
+            path.rmdir()  # only if it is empty, since a process was killed before the mark came, or after it went
+        return
+    # The mark goes last, or nobody would know whose the rest is.
+    for each in path.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each, ignore_errors=True)
+        elif each != mark:
+            with contextlib.suppress(OSError):
+                each.unlink()
+    if [*path.iterdir()] == [mark]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def find(folder: Path, step: int | None) -> Place:

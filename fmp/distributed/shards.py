@@ -4,8 +4,8 @@ A DTensor knows that, too. But inside of a torch.func transform it is hidden beh
 traces its Python for every operator. A `LocalShard` holds a plain tensor, and is carried by whatever carries trees.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fmp import _compat, _traced, tree
 from fmp.distributed.gathering import Ranks, placements, ranks_of, rows
 from fmp.dtypes import short_name
+from fmp.patterns import matcher
 
 Tree = Any
 
@@ -32,6 +33,8 @@ class LocalShard:
         >>> LocalShard(torch.ones(2, 3), torch.Size([4, 3]))
         shard of f32[4,3]
     """
+
+    __is_part__: ClassVar[bool] = True  # for `fmp.tree.wholes`
 
     local: Tensor
     shape: torch.Size = tree.static()
@@ -129,19 +132,37 @@ def flatten(params: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     return leaves, spec.unflatten
 
 
+def check_blocks(patterns: Sequence[str], values: Tree) -> None:
+    """Refuses a name of a block that no parameter has: what it means would be gathered before the loss.
+
+    Raises:
+        ValueError: If a pattern matches none of the paths.
+    """
+    paths = tree.paths(values)
+    missing = [pattern for pattern in patterns if not any(map(matcher([pattern]), paths))]
+    if missing and paths:
+        shown = ", ".join(repr(path) for path in paths[:5])
+        raise ValueError(f"the layout's blocks name {missing[:5]}, but no leaf matches; the paths are {shown}, ...")
+
+
 def check_placed(path: str, tensor: DTensor, mesh: DeviceMesh) -> None:
     """Refuses a DTensor that does not lie as a layout puts it.
 
     Raises:
         TypeError: If it is on another mesh, or not shared out along its first dimension over the mesh's last one.
     """
-    found, wanted = list(tensor.placements), placements(mesh)
-    if tensor.device_mesh != mesh or found != wanted:
+    if not is_placed_on(tensor, mesh):
+        found, wanted = list(tensor.placements), placements(mesh)
         where = "another mesh" if tensor.device_mesh != mesh else f"{tuple(found)}"
         raise TypeError(
-            f"{path or 'the tensor'} is a DTensor on {where}; a block takes {tuple(wanted)} on the layout's mesh: "
+            f"{path or 'the tensor'} is a DTensor on {where}; a layout takes {tuple(wanted)} on its mesh: "
             "place it with tensor.redistribute(mesh, placements), or pass a plain tensor, which every rank has"
         )
+
+
+def is_placed_on(tensor: DTensor, mesh: DeviceMesh) -> bool:
+    """Says whether a DTensor lies as a layout puts it."""
+    return tensor.device_mesh == mesh and list(tensor.placements) == placements(mesh)
 
 
 def check_local(path: str, shard: LocalShard, ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fmp import tree
 from fmp._compat import collectives
-from fmp.distributed.gathering import Ranks
+from fmp.distributed.gathering import Ranks, mean_of, to_sum
 
 _CHUNK = 2**22
 
@@ -21,11 +21,12 @@ def count(ranks: Ranks) -> int:
 def totals(ranks: Ranks, sums: Sequence[Tensor], means: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Adds up some tensors, and averages others, in one collective.
 
-    All are added in float64. So equal numbers of 32 bits or less have themselves as their mean, bit for bit.
+    All are added in float64. So equal numbers of 32 bits or less have themselves as their mean, bit for bit. Integers
+    go as two halves, so that their sums are exact, or overflow as integers do.
 
     Args:
         ranks: Who takes part.
-        sums: What to add up.
+        sums: What to add up; real or integers.
         means: What to average; real or complex.
 
     Returns:
@@ -34,14 +35,12 @@ def totals(ranks: Ranks, sums: Sequence[Tensor], means: Sequence[Tensor]) -> tup
     tensors = [*sums, *means]
     if not tensors:
         return [], []
-    numbers = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-    flat = [each.detach().to(torch.float64).reshape(-1) for each in numbers]
-    (total,) = _summed(ranks, [torch.cat(flat)])
+    flat = [_in_double(each.detach()) for each in tensors]
+    (total,) = _summed(ranks, [torch.cat([each.reshape(-1) for each in flat])])
     found: list[Tensor] = []
     for index, part in enumerate(total.split([each.numel() for each in flat])):
-        shared = (part if index < len(sums) else part / count(ranks)).reshape(numbers[index].shape)
-        shared = torch.view_as_complex(shared) if tensors[index].is_complex() else shared
-        found.append(shared.to(tensors[index].dtype))
+        shared = part if index < len(sums) else part / count(ranks)
+        found.append(_from_double(shared.reshape(flat[index].shape), tensors[index].dtype))
     return found[: len(sums)], found[len(sums) :]
 
 
@@ -57,11 +56,8 @@ def means(ranks: Ranks, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[T
         The means, in that dtype.
     """
     real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors]
-    sent = [each.detach().to(dtype).contiguous() for each in real]
-    if dtype == torch.float16:  # whose sum overflows where the mean does not
-        found = _summed(ranks, [each / count(ranks) for each in sent])
-    else:
-        found = [each / count(ranks) for each in _summed(ranks, sent)]
+    sent = [to_sum(each.detach(), count(ranks), dtype).contiguous() for each in real]
+    found = [mean_of(each, count(ranks)) for each in _summed(ranks, sent)]
     return [torch.view_as_complex(new) if old.is_complex() else new for new, old in zip(found, tensors, strict=True)]
 
 
@@ -122,6 +118,26 @@ def _checksum(leaf: Tensor) -> Tensor:
     for chunk in words.split(_CHUNK):
         total = total * 31 + (chunk.to(torch.int64) * torch.arange(1, chunk.numel() + 1, device=leaf.device)).sum()
     return total
+
+
+def _in_double(tensor: Tensor) -> Tensor:
+    """Writes numbers in float64: a complex or a whole number as two of them, in a new last dimension."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).to(torch.float64)
+    if tensor.is_floating_point():
+        return tensor.to(torch.float64)
+    wide = tensor.to(torch.int64)
+    return torch.stack((wide >> 32, wide & 0xFFFFFFFF), -1).to(torch.float64)
+
+
+def _from_double(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reads sums of what `_in_double` wrote."""
+    if dtype.is_complex:
+        return torch.view_as_complex(numbers).to(dtype)
+    if dtype.is_floating_point:
+        return numbers.to(dtype)
+    high, low = numbers.to(torch.int64).unbind(-1)
+    return ((high << 32) + low).to(dtype)
 
 
 def _summed(ranks: Ranks, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from fmp.distributed.agreement import Group, describe_failures, rank_and_size
+from fmp.distributed.agreement import Group, describe_failures, rank_and_size, together
+from fmp.distributed.meshes import check_stored
 from fmp.errors import CheckpointError
 
 INDEX = ".metadata"
@@ -47,16 +48,15 @@ def part(tensor: torch.Tensor, copy: bool) -> Part:
         copy: Whether to copy the numbers, to the host; otherwise they are the tensor's own.
 
     Raises:
-        ValueError: If the tensor is on the meta device, or a sum that has not been taken yet.
+        ValueError: If the tensor is on the meta device, or `check_stored` refuses it.
     """
     tensor = tensor.detach()
     if tensor.is_meta:
         raise ValueError("it is on the meta device and has no values to save")
     if not isinstance(tensor, DTensor):
         whole, local = torch.empty_like(tensor, device="meta"), tensor
-    elif any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(f"its placements are {tensor.placements}, a sum not yet taken; redistribute it first")
     else:
+        check_stored(tensor)
         local = tensor.to_local()
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
@@ -71,9 +71,13 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: A plain or distributed tensor. A plain one on the meta device gives one on the host, a distributed one
             gives one on the device of its mesh.
+
+    Raises:
+        ValueError: If `check_stored` refuses the tensor.
     """
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
+        check_stored(tensor)
         device = tensor.device_mesh.device_type if tensor.is_meta else None
         return _placed_as(tensor, torch.empty_like(tensor.to_local(), device=device))
     return torch.empty_like(tensor, device="cpu" if tensor.is_meta else None)
@@ -85,10 +89,14 @@ def write(parts: Mapping[str, Part], folder: Path, group: Group) -> None:
     Raises:
         CheckpointError: If some rank cannot; on all ranks.
     """
-    planner = _PartPlanner({name: part.local for name, part in parts.items()})
+
+    def prepare() -> tuple[_PartPlanner, filesystem.FileSystemWriter]:
+        return _PartPlanner({name: part.local for name, part in parts.items()}), filesystem.FileSystemWriter(folder)
+
     wholes = {name: part.whole for name, part in parts.items()}
-    writer = filesystem.FileSystemWriter(folder)
     with _checkpoint_errors("written", group):
+        # Once torch has begun, the ranks wait for each other; what fails before must fail on all of them.
+        planner, writer = together(group, prepare)
         if group is not None:
             state_dict_saver.save(wholes, storage_writer=writer, planner=planner, process_group=group)
             return
@@ -118,8 +126,8 @@ def read(tensors: dict[str, torch.Tensor], folder: Path, group: Group) -> None:
     Raises:
         CheckpointError: If some rank cannot; on all ranks.
     """
-    planner, reader = DefaultLoadPlanner(), _Reader(folder)
     with _checkpoint_errors("read", group):
+        planner, reader = together(group, lambda: (DefaultLoadPlanner(), _Reader(folder)))
         if group is not None:
             state_dict_loader.load(tensors, storage_reader=reader, planner=planner, process_group=group)
             return
@@ -184,5 +192,7 @@ def _checkpoint_errors(done: str, group: Group) -> Iterator[None]:
             raise own from None
         texts = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
         raise CheckpointError(f"the checkpoint could not be {done}: {describe_failures(texts, size)}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"the checkpoint could not be {done}: {error}") from error.__cause__
     except Exception as error:
         raise CheckpointError(f"the checkpoint could not be {done}: {type(error).__name__}: {error}") from error

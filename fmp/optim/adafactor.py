@@ -21,6 +21,7 @@ from fmp.optim.base import (
     zero_count,
 )
 from fmp.optim.means import blend
+from fmp.tree.wholes import check_whole
 
 Tree = Any
 
@@ -110,17 +111,16 @@ def adafactor(
         return AdafactorState(
             count=zero_count(params),
             ages=tree.map(lambda leaf: zero_count(leaf) if is_castable(leaf) else None, params),
-            row=tree.map(lambda leaf: _zeros(leaf, (*leaf.shape[:-1], 1)) if _is_factored(leaf) else None, params),
-            column=tree.map(
-                lambda leaf: _zeros(leaf, (*leaf.shape[:-2], 1, leaf.shape[-1])) if _is_factored(leaf) else None, params
-            ),
+            row=tree.map(lambda leaf: _zeros(leaf, dim=-1) if _is_factored(leaf) else None, params),
+            column=tree.map(lambda leaf: _zeros(leaf, dim=-2) if _is_factored(leaf) else None, params),
             full=tree.map(
-                lambda leaf: _zeros(leaf, leaf.shape) if is_castable(leaf) and not _is_factored(leaf) else None, params
+                lambda leaf: _zeros(leaf, dim=None) if is_castable(leaf) and not _is_factored(leaf) else None, params
             ),
         )
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: AdafactorState, params: Tree) -> tuple[Tree, AdafactorState]:
+        check_whole(params, "the means of Adafactor")
         rate = scheduled(learning_rate, state.count)
 
         def update_leaf(
@@ -173,7 +173,13 @@ def _is_factored(leaf: Any) -> bool:
     return is_castable(leaf) and leaf.ndim >= 2
 
 
-def _zeros(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _zeros(leaf: torch.Tensor, *, dim: int | None) -> torch.Tensor:
+    """Makes zeros of a parameter's shape, but 1 along a dimension."""
+    shape = list(leaf.shape)
+    if dim is not None:
+        # A tensor that is shared out along its first dimension makes another one so if it has the same shape.
+        leaf = leaf.narrow(dim, 0, 1) if leaf.shape[dim] and leaf.ndim + dim > 0 else leaf
+        shape[dim] = 1
     return leaf.new_zeros(shape, dtype=full_precision(leaf.dtype))
 
 

@@ -24,6 +24,7 @@ from fmp.optim.base import (
 )
 from fmp.optim.masks import Mask, selector
 from fmp.optim.means import blend
+from fmp.tree.wholes import check_whole
 
 Tree = Any
 
@@ -103,6 +104,7 @@ def lamb(
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
         checks.params_match(grads, params)
+        check_whole(params, "the norms of LAMB")
         rate = scheduled(learning_rate, state.count)
         rates = per_dtype(lambda dtype: in_dtype(rate, dtype), params)
 

@@ -17,6 +17,7 @@ from fmp.optim.base import (
     update_leaves,
     zero_count,
 )
+from fmp.tree.wholes import check_whole
 
 Tree = Any
 
@@ -85,6 +86,7 @@ def larc(
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: LarcState, params: Tree) -> tuple[Tree, LarcState]:
+        check_whole(params, "the norms of LARC")
         rate = scheduled(learning_rate, state.count)
 
         def adapt(grad: torch.Tensor, param: torch.Tensor) -> tuple[torch.Tensor]:

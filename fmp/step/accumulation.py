@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fmp import random, tree
-from fmp.dtypes import full_precision
+from fmp.dtypes import full_precision, is_castable
 from fmp.step.loss import LossOutput
 from fmp.step.measuring import plus
 
@@ -26,14 +26,15 @@ def accumulate(
     """Averages a gradient over microbatches, in float32 or wider.
 
     A microbatch of weight zero counts for nothing, even if its loss is NaN. Buffers pass from one microbatch to the
-    next; those of a microbatch of weight zero do not.
+    next; those of a microbatch of weight zero do not. Processes must come to the same buffers if these are no
+    floating-point numbers, which can be averaged; so these pass if the microbatch counts on any process.
 
     Args:
-        gradient_of: `gradient_of(microbatch, buffers, seed)`; its gradients are unscaled.
+        gradient_of: `gradient_of(microbatch, buffers, seed)`; it may scale gradients by what is the same for all.
         batch: The whole batch; dimension 0 of every tensor with dimensions is split into `count` equal parts.
         count: The number of microbatches.
         weight_of: Gives the weight of a microbatch, for example its number of valid tokens; None for equal weights.
-        mean: Averages a number over all processes that share the batch.
+        mean: Averages numbers over all processes that share the batch.
         buffers: The buffers that the first microbatch sees.
         seed: i64[]; each microbatch gets a seed of its own derived from it.
 
@@ -43,14 +44,23 @@ def accumulate(
     """
     total_loss: Any = None
     total_grads: Tree = None
-    total_weight: Any = 0.0
+    total_weight: Any = float(count)
     auxes = []
-    for index, microbatch in enumerate(_split(batch, count)):
-        weight = None if weight_of is None else _checked_weight(weight_of(microbatch))
+    microbatches = _split(batch, count)
+    weights: list[Any] = [None] * count
+    counts: list[Any] = [None] * count
+    if weight_of is not None:
+        weights = [_checked_weight(weight_of(microbatch)) for microbatch in microbatches]
+        found = torch.stack(weights)
+        total, counts_of = mean(torch.stack((found, (found != 0).to(found.dtype))))
+        counts = list((counts_of != 0).unbind())
+        # Each process divides its sums by the mean weight, so that their mean is that over all microbatches.
+        total_weight = total.sum()
+        total_weight = torch.where(total_weight == 0, 1.0, total_weight)
+    for index, (microbatch, weight, counts_anywhere) in enumerate(zip(microbatches, weights, counts, strict=True)):
         output, grads = gradient_of(microbatch, buffers, random.fold_in(seed, index))
-        buffers = output.buffers if weight is None else tree.select(weight != 0, output.buffers, buffers)
+        buffers = output.buffers if weight is None else _passed(output.buffers, buffers, weight != 0, counts_anywhere)
         auxes.append(output.aux)
-        total_weight = total_weight + (1.0 if weight is None else weight)
         loss = _weighted(output.loss, weight)
         total_loss = loss if total_loss is None else total_loss + loss
         if weight is not None or total_grads is None:
@@ -58,10 +68,6 @@ def accumulate(
         total_grads = grads if total_grads is None else plus(total_grads, grads)[0]
         del grads, output
 
-    if weight_of is not None:
-        # Each process divides its sums by the mean weight, so that their mean is that over all microbatches.
-        total_weight = mean(total_weight)
-        total_weight = torch.where(total_weight == 0, 1.0, total_weight)
     grads = tree.map(lambda total: None if total is None else _divided(total, total_weight), total_grads)
     return LossOutput(_divided(total_loss, total_weight), buffers, _stack(auxes)), grads
 
@@ -70,6 +76,13 @@ def _weighted(value: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """Casts a value to float32 or wider and multiplies it; a weight of zero keeps out even NaN."""
     value = value.to(full_precision(value.dtype))
     return value if weight is None else torch.where(weight == 0, 0.0, value * weight.to(value.dtype))
+
+
+def _passed(new: Tree, old: Tree, counts: torch.Tensor, counts_anywhere: torch.Tensor) -> Tree:
+    """Chooses the buffers that the next microbatch sees."""
+    own = tree.select(counts, new, old)
+    shared = tree.select(counts_anywhere, new, old)
+    return tree.map(lambda mean, same: mean if is_castable(mean) else same, own, shared)
 
 
 def _divided(total: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:

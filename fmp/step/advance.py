@@ -146,9 +146,13 @@ def _gradients(
             wrt=None if ONLY in config.optimizers else config.uses[name],
         )
 
+    excess: torch.Tensor | None = None  # which is the same for all microbatches
+
     def gradient_of(microbatch: Tree, buffers: Tree, seed: torch.Tensor) -> tuple[LossOutput, Tree]:
+        nonlocal excess
         output, grads, excess = scaled_gradient_of(microbatch, buffers, seed)
-        return output, unscale(scaler, grads, excess)
+        # Processes reduce what is still scaled, so that a narrow dtype may hold it.
+        return output, grads if placement.is_shared else unscale(scaler, grads, excess)
 
     weight, placement = config.microbatch_weight, config.placement
     is_split = config.accumulate > 1 or weight is not None
@@ -163,13 +167,13 @@ def _gradients(
                 buffers=buffers,
                 seed=seed,
             )
-            scaled_by = excess = None
         else:
             output, grads, excess = scaled_gradient_of(batch, buffers, seed)
-            scaled_by = scaler
     if placement.is_shared:
-        return agreed(config, name, output, grads, scaled_by, excess, params, forms, is_split=is_split)
-    return output, *measured(config, name, grads, scaled_by, excess, params)
+        return agreed(config, name, output, grads, scaler, excess, params, forms, batch, is_split=is_split)
+    if is_split:  # these are unscaled
+        return output, *measured(config, name, grads, None, None, params)
+    return output, *measured(config, name, grads, scaler, excess, params)
 
 
 def _keep(good: torch.Tensor | None, new: Tree, old: Tree) -> Tree:

@@ -15,6 +15,7 @@ from fmp.patterns import matches
 from fmp.policy import NORM_PATTERNS
 from fmp.step.config import ONLY, StepConfig
 from fmp.step.state import TrainState
+from fmp.tree.wholes import check_whole
 
 Tree = Any
 
@@ -115,6 +116,7 @@ def _checked_seed(seed: Any) -> int | torch.Tensor:
 def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
     if isinstance(params, torch.nn.Module):
         raise TypeError("params is an nn.Module; pass the parameters of a function: fmp.functionalize(module).params")
+    check_whole({"params": params, "buffers": buffers}, "a state")
     for argument, value in (("params", params), ("buffers", buffers)):
         nodes = optree.tree_leaves(value, is_leaf=lambda node: isinstance(node, CompressedTensor))
         if any(isinstance(node, CompressedTensor) for node in nodes):

@@ -14,6 +14,7 @@ import torch
 from fmp import reductions, tree
 from fmp.dtypes import is_castable
 from fmp.scaling import LossScale
+from fmp.step import equal_parts
 from fmp.step.config import ONLY, StepConfig
 from fmp.step.loss import LossOutput, unscale
 from fmp.step.measuring import Gradients, computes_in_double, is_alone, narrowed
@@ -27,33 +28,40 @@ def agreed(
     name: str,
     output: LossOutput,
     grads: Tree,
-    scaler: LossScale | None,
+    scaler: LossScale,
     excess: Tensor | None,
     params: Tree,
     forms: Tree,
+    batch: Tree,
     *,
     is_split: bool,
 ) -> tuple[LossOutput, dict[str, Gradients], Tensor]:
-    """Unscales the gradients of a loss, averages them over all processes, and finds out whether they are finite.
+    """Averages the gradients of a loss over all processes, unscales them, and finds out whether they are finite.
 
     Args:
         config: The parts of the step.
         name: The loss.
         output: What it gave for this process's part of the batch.
         grads: Its gradients, still scaled.
-        scaler: What scaled them; None if they are unscaled already.
+        scaler: What scaled them.
         excess: By what they were divided then, as `differentiate` returns it.
         params: The parameters.
         forms: The forms of the parameters.
+        batch: This process's part of the batch.
         is_split: Whether auxiliary outputs are those of microbatches, stacked.
 
     Returns:
         What the loss gave for the whole batch, the gradients by group, and bool[], whether all of them are finite; the
         same on every process, but for the gradients, of which each has its parts.
+
+    Raises:
+        TypeError: If auxiliary output cannot be shared.
+        ValueError: If processes have parts of different sizes, or auxiliary output of different shapes; see
+            `fmp.step.equal_parts`.
     """
     place = config.placement
-    grads = grads if scaler is None else unscale(scaler, grads, excess)
     grads = place.reduce(grads, forms if ONLY in config.optimizers else {key: forms[key] for key in grads})
+    grads = unscale(scaler, grads, excess)
     grads = narrowed(grads, params) if computes_in_double(config) else grads
     by_group, forms_by_group = config.by_group(grads), config.by_group(forms)
     found = {key: place.measure(part, forms_by_group[key]) for key, part in by_group.items()}
@@ -65,10 +73,16 @@ def agreed(
     buffers = tree.map(collected.buffer, output.buffers)
     where = f"aux{config.losses[name].where}"
     aux = tree.map_with_path(lambda path, leaf: collected.output(where, path, leaf), output.aux)
-    sums, collected.means = place.totals(
-        [is_bad.to(torch.float64), *[found[key][0] for key in alone], *collected.sums], collected.means
-    )
-    collected.sums = sums[1 + len(alone) :]
+    numbers = []
+    if equal_parts.can_be_looked_at(is_bad):
+        numbers = [equal_parts.of_shape(path, leaf) for path, leaf in zip(collected.paths, collected.rows, strict=True)]
+        if config.microbatch_weight is None:  # parts that count by a weight may differ in size
+            numbers.append(equal_parts.of_rows(batch))
+    known = equal_parts.sent(numbers)
+    first = [is_bad.to(torch.float64), *[found[key][0] for key in alone]]
+    sums, collected.means = place.totals([*first, *known, *collected.sums], collected.means)
+    collected.sums = sums[len(first) + len(known) :]
+    equal_parts.check(numbers, sums[len(first) : len(first) + len(known)])
     collected.rows = place.concatenated(collected.rows, collected.depth)
 
     norms = {key: _norm(total, by_group[key]) for key, total in zip(alone, sums[1:], strict=False)}
@@ -105,6 +119,7 @@ class _Collected:
         self.sums: list[Tensor] = []
         self.means: list[Tensor] = []
         self.rows: list[Tensor] = []
+        self.paths: list[str] = []
 
     def mean(self, value: Tensor) -> Callable[[], Tensor]:
         """Notes what is to be averaged."""
@@ -122,6 +137,7 @@ class _Collected:
             return lambda: leaf
         if leaf.ndim > self.depth:
             self.rows.append(leaf)
+            self.paths.append(f"{where}: {path or 'it'}")
             index = len(self.rows) - 1
             return lambda: self.rows[index]
         if leaf.dtype == torch.bool:

@@ -7,6 +7,7 @@ import torch
 
 from fmp.dtypes import casts_itself, full_precision, is_castable
 from fmp.tree.structure import describe, flatten, leaves, map, paths, unflatten
+from fmp.tree.wholes import check_whole
 
 Tree = Any
 
@@ -54,6 +55,12 @@ def check_flag(name: str, value: Any) -> None:
     Raises:
         TypeError: If it is not a boolean tensor.
         ValueError: If it is one with dimensions.
+
+    Example:
+        >>> check_flag("good", torch.tensor(True))
+        >>> check_flag("good", True)
+        Traceback (most recent call last):
+        TypeError: good must be a boolean tensor, as fmp.all_finite returns it, got True
     """
     if not isinstance(value, torch.Tensor) or value.dtype != torch.bool:
         raise TypeError(f"{name} must be a boolean tensor, as fmp.all_finite returns it, got {describe(value)}")
@@ -114,6 +121,7 @@ def all_finite(tree: Tree) -> torch.Tensor:
         >>> all_finite({"w": torch.tensor([1.0, float("inf")])}), all_finite({})
         (tensor(False), tensor(True))
     """
+    check_whole(tree, "the flag")
     extremes = [extreme for leaf in leaves(tree) if _has_numbers(leaf) for extreme in _extremes(leaf)]
     if not extremes:
         return torch.tensor(True, device=_device(tree))
@@ -135,6 +143,7 @@ def global_norm(tree: Tree) -> torch.Tensor:
         >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0], dtype=torch.float16)})
         tensor(5.)
     """
+    check_whole(tree, "the norm")
     norms = [_norm(leaf) for leaf in leaves(tree) if _has_numbers(leaf)]
     if not norms:
         return torch.tensor(0.0, dtype=torch.float32, device=_device(tree))

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed._composable.replicate import replicate as replicate_by_dd
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import fmp
 from fmp.distributed import fsdp2_params, fsdp2_value_and_grad
@@ -112,6 +113,53 @@ def purity() -> dict[str, Any]:
 
 def local(tensor: Any) -> Tensor:
     return tensor.to_local()
+
+
+def ignored() -> tuple[list[str], float, str]:
+    """Trains a module of which FSDP2 leaves two parameters out; which gradients are plain, and how far they are off."""
+    net = plain()
+    left_out = {net.norm.weight, net.blocks[1][0].weight}  # pyright: ignore[reportIndexIssue]
+    left_out |= set(net.unused.parameters())
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=left_out)
+    _, grads = fsdp2_value_and_grad(net, loss_fn)(fsdp2_params(net), own_rows(batch()))
+    one = plain()
+    loss_fn(one, batch()).backward()
+    expected = {name: param.grad for name, param in one.named_parameters() if param.grad is not None}
+    found = {name: grad for name, grad in grads.items() if grad is not None}
+    assert found.keys() == expected.keys()
+    kept = [name for name, grad in found.items() if not isinstance(grad, DTensor)]
+    worst = max(float((whole(found[name]) - grad).abs().max()) for name, grad in expected.items())
+    everything = plain()
+    fully_shard(everything, ignored_params=set(everything.parameters()))
+    return kept, worst, message_of(lambda: fsdp2_params(everything))
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def without_sync() -> list[str]:
+    """Sets a module to leave gradients unreduced, in all ways that there are, and after a backward pass that did."""
+    module = sharded()
+    params, data = fsdp2_params(module), own_rows(batch())
+    run = fsdp2_value_and_grad(module, loss_fn)
+    part: Any = module.blocks[1]
+    found = []
+    for change in (
+        part.set_requires_gradient_sync,
+        part.set_requires_all_reduce,
+        cast(Any, module).set_is_last_backward,
+    ):
+        change(False)
+        found.append(message_of(lambda: run(params, data)))
+        change(True)
+    part.set_requires_gradient_sync(False)
+    loss_fn(module, data).backward()
+    part.set_requires_gradient_sync(True)
+    found.append(message_of(lambda: run(params, data)))
+    loss_fn(module, data).backward()
+    found.append(message_of(lambda: run(params, data)))
+    return found
 
 
 def low_precision() -> tuple[str, float]:

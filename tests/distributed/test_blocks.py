@@ -140,7 +140,7 @@ def test_a_policy_that_casts_op_by_op_reaches_into_blocks() -> None:
 @pytest.mark.parametrize(
     ("which", "message"),
     [
-        ("replicated", r"TypeError: w is a DTensor on \(Replicate\(\),\); a block takes \(Shard\(dim=0\),\)"),
+        ("replicated", r"TypeError: w is a DTensor on \(Replicate\(\),\); a layout takes \(Shard\(dim=0\),\)"),
         ("columns", r"TypeError: w is a DTensor on \(Shard\(dim=1\),\)"),
         ("mesh", r"TypeError: w is a DTensor on another mesh"),
         ("rows", r"ValueError: w holds f32\[4,4\]; of \[4, 4\], rank \d of 4 has \[1, 4\]"),

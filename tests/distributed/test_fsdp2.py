@@ -47,3 +47,21 @@ def test_what_it_cannot_do_is_refused() -> None:
         assert found["integer"].startswith("TypeError: loss_fn must return a real floating-point scalar, got i64[]")
         assert found["statistics"].startswith("ValueError: the module changed its buffer norm.")
         assert found["transform"].startswith("RuntimeError: FSDP2 works by hooks of autograd")
+
+
+def test_gradients_of_ignored_parameters_are_averaged_too() -> None:
+    for kept, error, nothing_shared in run(2, cases.ignored):
+        assert kept == ["blocks.1.0.weight", "norm.weight"]
+        assert error < 1e-6
+        assert nothing_shared.startswith("TypeError: module has no parameter that FSDP2 shares out")
+
+
+def test_gradients_that_would_not_be_reduced_are_refused() -> None:
+    ways = ["requires_gradient_sync", "requires_all_reduce", "is_last_backward"]
+    for *set_so, left, after in run(2, cases.without_sync):
+        for way, message in zip(ways, set_so, strict=True):
+            assert message.startswith(f"RuntimeError: the module is set by set_{way}(False) to leave gradients"), (
+                message
+            )
+        assert left.startswith("RuntimeError: the module holds gradients of a backward pass without gradient sync")
+        assert after == "nothing"

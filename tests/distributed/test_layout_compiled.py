@@ -15,6 +15,8 @@ OPTIMIZERS = {
     "adamw": functools.partial(optim.adamw, 1e-2),
     "sgd": functools.partial(optim.sgd, 0.1),
     "clip": clipped_adamw,
+    "from_torch": functools.partial(optim.from_torch, torch.optim.AdamW, lr=1e-2),
+    "adafactor": functools.partial(optim.adafactor, 1e-2),
 }
 
 
@@ -23,6 +25,8 @@ OPTIMIZERS = {
     [
         (0, "adamw", "aot_eager", {"clip_norm": 0.5}),
         (1, "clip", "aot_eager", {"ema": 0.9}),
+        (1, "adafactor", "aot_eager", {"clip_norm": 0.5}),
+        (1, "from_torch", "aot_eager", {}),
         (3, "adamw", "aot_eager", {"accumulate": 2, "donate": True}),
         (1, "sgd", "inductor", {}),
     ],

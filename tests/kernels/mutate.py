@@ -1,6 +1,6 @@
 """Plants one small bug at a time in the kernels, and says which of them the tests do not notice.
 
-    python -m tests.kernels.mutate [name of a source ...]
+    python -m tests.kernels.mutate [adam.cu ...]
 
 A survivor is either equivalent (it changes nothing that can be seen) or tells which input the tests lack. It takes some
 minutes, so it is no test itself.
@@ -162,6 +162,8 @@ def verdict(mutant: Mutant) -> str:
 
 
 def report(chosen: Sequence[str]) -> None:
+    if unknown := set(chosen) - TESTS.keys():
+        raise SystemExit(f"no such source: {', '.join(sorted(unknown))}; there are {', '.join(sorted(TESTS))}")
     counts: Counter[str] = Counter()
     for file in sorted(harness.folder().iterdir()):
         if file.name not in TESTS or (chosen and file.name not in chosen):

@@ -1,0 +1,43 @@
+"""Whether torch's two ways of numbering the ranks of a device mesh are one.
+
+A process group, and so every collective, goes by the ranks in ascending order; a DTensor goes by their places in the
+mesh. On a mesh whose ranks descend somewhere, one says that a process has other rows than the other.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def check_ascending(mesh: DeviceMesh) -> None:
+    """Refuses a mesh on which collectives and DTensors would disagree about who has which rows.
+
+    Raises:
+        ValueError: If the ranks do not ascend along every dimension.
+    """
+    if not all(_ascends(mesh, dim) for dim in range(mesh.ndim)):
+        raise ValueError(f"the mesh has the ranks {mesh.mesh.tolist()}; {_ADVICE}")
+
+
+def check_stored(tensor: DTensor) -> None:
+    """Refuses a DTensor whose parts cannot be written to files, or read from them.
+
+    Raises:
+        ValueError: If it is a sum that has not been taken, or is shared out along a dimension of its mesh in which the
+            ranks do not ascend.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"its placements are {tensor.placements}, a sum not yet taken; redistribute it first")
+    mesh = tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        if not (placement.is_replicate() or _ascends(mesh, dim)):
+            raise ValueError(f"its mesh has the ranks {mesh.mesh.tolist()}; {_ADVICE}")
+
+
+_ADVICE = (
+    "along every dimension they must ascend, since process groups number them so; make it with init_device_mesh, or "
+    "sort them"
+)
+
+
+def _ascends(mesh: DeviceMesh, dim: int) -> bool:
+    return bool((mesh.mesh.diff(dim=dim) > 0).all())

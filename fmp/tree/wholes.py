@@ -1,0 +1,41 @@
+"""Nodes that hold a part of a tensor only, which functions of whole tensors must not take for all of it."""
+
+from typing import Any
+
+import optree
+import torch
+
+from fmp import _traced
+
+Tree = Any
+
+
+def check_whole(values: Tree, what: str) -> None:
+    """Refuses a tree that holds parts of tensors of which other processes have the rest.
+
+    Args:
+        values: Any tree. A node whose class has the attribute `__is_part__` is such a part.
+        what: What would go wrong.
+
+    Raises:
+        TypeError: If there is one, naming its path.
+
+    Example:
+        >>> check_whole({"w": torch.ones(3)}, "a norm")
+    """
+    if torch.compiler.is_compiling():
+        leaves, spec = _traced.flatten(values, _is_part)
+    else:
+        leaves, spec = optree.tree_flatten(values, is_leaf=_is_part, none_is_leaf=True)
+    for index, leaf in enumerate(leaves):
+        if _is_part(leaf):
+            path = "/".join([str(entry) for entry in spec.paths()[index]])
+            raise TypeError(
+                f"{path or 'the tree'} is a {type(leaf).__name__}, of which other ranks have other rows: {what} would "
+                "be this rank's own; make DTensors of the tree with fmp.distributed.as_dtensors(tree, mesh), or "
+                "compute it of full parameters, inside of a gathered block"
+            )
+
+
+def _is_part(node: Any) -> bool:
+    return hasattr(type(node), "__is_part__")

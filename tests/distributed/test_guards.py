@@ -1,0 +1,80 @@
+"""What processes must agree on they do agree on, and what would give one of them a silent wrong number is refused."""
+
+import pytest
+import torch
+
+from tests.distributed import guard_cases as cases
+from tests.distributed.processes import run
+from tests.distributed.test_layout import assert_equal
+
+ROWS_OF = "is a LocalShard, of which other ranks have other rows: "
+
+
+@pytest.mark.parametrize(("size", "loss_scale"), [(2.0**-30, 2.0**30), (2.0**17, 2.0**-4)])
+def test_float16_sums_scaled_gradients(size: float, loss_scale: float) -> None:
+    for found in run(2, cases.narrow_sums, size, loss_scale):
+        for means, double in zip(found[::2], found[1::2], strict=True):
+            torch.testing.assert_close(means, torch.full((3,), 2.0), rtol=2**-10, atol=0.0)
+            assert double.tolist() == [-3.0]
+
+
+def test_what_is_refused() -> None:
+    for messages in run(2, cases.refusals):
+        expected = [
+            "TypeError: hidden/bias is a DTensor, but with zero=0 every rank has all of each tensor",
+            "TypeError: hidden/bias is a DTensor, but with zero=0",
+            "TypeError: /2/first_moment/hidden/bias is a DTensor, but with zero=0",
+            "ValueError: the layout's blocks name ['typo*'], but no leaf matches; the paths are 'hidden/bias'",
+            "ValueError: batch: the ranks have different numbers of rows",
+            "ValueError: aux: aux has different shapes or dtypes on the ranks, this one's is f32[",
+            "ValueError: aux: aux has different shapes or dtypes on the ranks, this one's is f32[",
+            "ValueError: aux: aux has different shapes or dtypes on the ranks",
+            f"TypeError: hidden/bias {ROWS_OF}the flag",
+            f"TypeError: hidden/bias {ROWS_OF}the norm",
+            f"TypeError: hidden/bias {ROWS_OF}the norm",
+            f"TypeError: hidden/bias {ROWS_OF}the means of Adafactor",
+            f"TypeError: hidden/bias {ROWS_OF}the norms of LAMB",
+            f"TypeError: hidden/bias {ROWS_OF}the norms of LARC",
+            f"TypeError: params/hidden/bias {ROWS_OF}a state",
+            f"TypeError: params/hidden/bias {ROWS_OF}a state",
+            f"TypeError: hidden/bias {ROWS_OF}the norm",
+        ]
+        assert len(messages) == len(expected)
+        for message, beginning in zip(messages, expected, strict=True):
+            assert message.startswith(beginning), message
+
+
+def test_a_process_outside_of_the_mesh_is_told_so() -> None:
+    *inside, outside = run(3, cases.outside)
+    assert inside == ["no error"] * 2
+    assert outside.startswith("ValueError: this process, rank 2, is not in the mesh, whose ranks are [0, 1]; make")
+
+
+def test_parts_of_different_sizes_may_be_weighted() -> None:
+    (expected,) = run(1, cases.uneven_but_weighted, None)
+    for found in run(2, cases.uneven_but_weighted, 1):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_buffers_are_the_same_on_a_rank_whose_microbatches_count_for_nothing(zero: int) -> None:
+    results = run(4, cases.buffers_of_idle_ranks, zero)
+    for found in results:
+        assert_equal(found, results[0])
+        buffers, _ = found
+        assert int(buffers["count"]) == 1  # the second microbatch counts nowhere
+        assert bool(buffers["seen"])
+        assert buffers["mean"].tolist() == [0.75, 0.75]
+
+
+def test_whole_numbers_are_added_up_exactly() -> None:
+    for whole, real in run(2, cases.integers):
+        assert [int(each) for each in whole] == [2**61 + 3, -(2**62) - 2, 201]
+        assert [each.dtype for each in whole] == [torch.int64, torch.int64, torch.uint8]
+        assert float(real) == 2**-30 + 0.5
+
+
+def test_factored_moments_are_shared_out_like_their_parameters() -> None:
+    rows = "{'matrix': f32[4,1], 'stack': f32[2,3,1]}"
+    columns = "{'matrix': f32[1,3], 'stack': f32[2,1,5]}"
+    assert run(2, cases.factored_moments) == [f"({rows}, {columns})"] * 2

@@ -35,7 +35,7 @@ from tests.kernels import (
 
 SOURCES = ("scale", "axpby", "adam", "sgd", "loss_scale", "df11", "df11_published")
 TESTS = {
-    "types.cuh": ["scale", "axpby"],
+    "types.cuh": ["scale", "axpby", "adam"],
     "chunks.cuh": ["scale", "axpby", "adam"],
     "factors.cuh": ["scale", "adam", "sgd"],
     "reduce.cuh": ["scale"],

@@ -239,6 +239,14 @@ def test_without_a_flag_the_step_is_made_and_what_is_not_finite_goes_where_torch
     check(of, F16, run(module("adam", "checked"), of, F16, finite=None))
 
 
+@pytest.mark.parametrize("low", [F16, BF16])
+def test_no_nan_is_cast_to_a_number(low: torch.dtype) -> None:
+    of = case()
+    of.params[3][:5] = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32).view(F32)
+    casts = run(module("adam", "checked"), of, low)[3]
+    assert casts[3][:5].isnan().all()
+
+
 @pytest.mark.parametrize(("gradient", "low"), FORMATS)
 @pytest.mark.parametrize(
     "offsets", [(1, 1, 1, 1, 1), (3, 3, 3, 3, 3), *(tuple(map(int, row)) for row in (*np.eye(5), *2 * np.eye(5)))]

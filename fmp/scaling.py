@@ -30,11 +30,14 @@ class LossScale(Protocol):
         ...
 
     def unscale(self, grads: Tree) -> Tree:
-        """Returns the gradients of the original loss: in float32 or wider if they were scaled."""
+        """Returns the gradients of the original loss: in float32 or wider if they were scaled.
+
+        The tree keeps its structure. None, where there is no gradient, and integers are returned as they are.
+        """
         ...
 
     def adjust(self, grads_finite: torch.Tensor) -> "LossScale":
-        """Returns the scaler for the next step."""
+        """Returns the scaler for the next step, of the same structure; bool[] says whether all gradients are finite."""
         ...
 
 

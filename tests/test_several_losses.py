@@ -281,6 +281,14 @@ def test_a_loss_that_takes_no_buffers_does_not_round_those_of_another():
     assert same_bits(state.buffers["mean"], torch.tensor([1.0 + 2.0**-20]))
 
 
+def test_one_of_several_losses_may_be_constant():
+    losses = {"main": lambda params, batch: (params * batch).sum(), "off": lambda params, batch: torch.zeros(())}
+    step = fmp.train_step(losses, fmp.optim.sgd(1.0))
+    state, metrics = step(step.init(torch.ones(2)), torch.ones(2))
+    assert metrics.loss["off"] == 0.0
+    assert same_bits(state.params, torch.zeros(2))
+
+
 def test_auxiliary_output_is_by_loss():
     losses = {"a": lambda p, b: p["w"].sum(), "b": lambda p, b: (p["w"].sum(), "text")}
     step = fmp.train_step(losses, fmp.optim.sgd(0.1), has_aux={"a": False, "b": True})
@@ -353,7 +361,7 @@ def test_dictionaries_must_agree(options, error, message):
         ({}, fmp.optim.sgd(0.1), ValueError, "loss_fn must have non-empty strings as keys"),
         ({"": main}, fmp.optim.sgd(0.1), ValueError, "loss_fn must have non-empty strings as keys"),
         ({1: main}, fmp.optim.sgd(0.1), ValueError, r"loss_fn must have .* got \[1\]"),
-        ({"a": None}, fmp.optim.sgd(0.1), TypeError, "loss_fn must be a function"),
+        ({"a": None}, fmp.optim.sgd(0.1), TypeError, r"loss_fn\['a'\] must be a function"),
         (main, {}, ValueError, "optimizer must have non-empty strings as keys"),
         (main, {"": fmp.optim.sgd(0.1)}, ValueError, "optimizer must have non-empty strings"),
         (main, {"a": 0.1}, TypeError, r"optimizer\['a'\] must be a GradientTransformation .*, got 0.1"),

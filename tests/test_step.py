@@ -787,7 +787,7 @@ def named(params, batch, *, seed):
         with_keywords,
         named,
         lambda params, batch: (params["w"] * batch).sum() * 2.0,
-        lambda params, batch, seed, frozen: (params["w"] * batch).sum() * 2.0,
+        lambda params, batch, seed, frozen=None: (params["w"] * batch).sum() * 2.0,
     ],
 )
 def test_loss_functions_of_every_kind(loss_fn):
@@ -803,11 +803,49 @@ def test_a_builtin_function_is_a_loss():
     assert same_bits(state.params, torch.tensor([0.0, -2.0]))
 
 
-def test_a_loss_that_ignores_its_parameters_has_zero_gradients():
-    step = fmp.train_step(lambda params, batch: batch, fmp.optim.sgd(1.0), loss_scale="dynamic")
-    state, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor(NAN))
-    assert (metrics.skipped, metrics.grad_norm) == (False, 0.0)
-    assert same_bits(state.params["w"], torch.ones(2))
+LINEAR = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda params, batch: batch.sum(),
+        lambda params, batch: LINEAR(batch).sum(),
+        lambda params, batch: LINEAR(batch).sum().detach(),
+        lambda params, batch: (batch @ params["weight"].detach().T).sum(),
+        lambda params, batch: fmp.remat(lambda x: LINEAR(x).sum())(batch),
+    ],
+    ids=["constant", "the module itself", "detached", "of detached parameters", "in remat"],
+)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"loss_scale": "dynamic", "donate": True}])
+def test_a_loss_that_ignores_its_parameters_is_refused(loss_fn, options):
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(1.0), **options)
+    params, batch = fmp.functionalize(LINEAR).params, torch.ones(4, 2)
+    with pytest.raises(ValueError, match=r"loss_fn does not depend on params.*model\.apply\(params, \.\.\.\)"):
+        step(step.init(params), batch)
+    twice = tree.map(lambda leaf: torch.stack([leaf] * 2), params)
+    with pytest.raises(ValueError, match="loss_fn does not depend on params"):
+        torch.func.vmap(lambda params: step(step.init(params), batch))(twice)
+    with pytest.raises(ValueError, match="loss_fn does not depend on params"):
+        torch.func.grad(lambda params: step(step.init(params), batch)[0].params["bias"].sum())(params)
+
+
+def test_a_loss_may_depend_on_some_parameters_and_be_one_of_them():
+    teacher = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))  # whose parameters want gradients
+    loss_fn = lambda params, batch: ((batch * params["w"]) - teacher(batch)).square().sum()
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(0.1))
+    state, metrics = step(step.init({"w": torch.ones(2), "unused": torch.ones(3)}), torch.ones(4, 2))
+    assert metrics.grad_norm > 0
+    assert same_bits(state.params["unused"], torch.ones(3))
+    step = fmp.train_step(lambda params, batch: params, fmp.optim.sgd(1.0))
+    assert step(step.init(torch.ones(())), None)[0].params == 0.0
+
+
+def test_a_microbatch_that_does_not_count_may_have_a_constant_loss():
+    loss_fn = lambda params, batch: (params * batch).sum() if batch.any() else torch.tensor(NAN)
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(1.0), accumulate=2, microbatch_weight=torch.sum)
+    state, metrics = step(step.init(torch.ones(())), torch.tensor([1.0, 0.0]))
+    assert (state.params, metrics.loss) == (0.0, 1.0)
 
 
 class Pair(NamedTuple):
@@ -961,6 +999,23 @@ def test_a_step_refuses_what_is_not_a_state(state, donate):
     step = fmp.train_step(given_gradient, fmp.optim.sgd(0.1), donate=donate)
     with pytest.raises(TypeError, match="state must be a TrainState"):
         step(state, None)
+
+
+def test_a_module_is_no_loss():
+    with pytest.raises(TypeError, match=r"loss_fn is an nn\.Module.*fmp\.functionalize\(module\)"):
+        fmp.train_step(nn.Linear(2, 1), fmp.optim.sgd(0.1))
+    with pytest.raises(TypeError, match=r"loss_fn\['real'\] is an nn\.Module"):
+        fmp.train_step({"real": nn.Linear(2, 1)}, fmp.optim.sgd(0.1))
+
+
+def test_a_step_asks_for_frozen_that_the_loss_takes():
+    step = fmp.train_step(
+        lambda params, batch, *, frozen: ({**frozen, **params}["w"] * batch).sum(), fmp.optim.sgd(0.1)
+    )
+    state = step.init({"w": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"loss_fn takes frozen: pass step\(state, batch, frozen=\.\.\.\)"):
+        step(state, torch.ones(2))
+    assert step(state, torch.ones(2), frozen={})[1].loss == 2.0
 
 
 def test_frozen_that_no_loss_takes_is_refused():

@@ -118,6 +118,61 @@ def test_an_ensemble_is_made_by_a_vmapped_init():
         assert same_bits(member(ensemble, index), step.init(problem(seed=index)[0], seed=index))
 
 
+def shared(batched):
+    """The paths of leaves of which all members share one memory."""
+    return [path for path, leaf in tree.items(batched) if leaf is not None and 0 in leaf.stride()]
+
+
+def with_buffers(params, batch, *, buffers):
+    return squares(params, batch), {"mean": buffers["mean"] + 1}
+
+
+def several_ways():
+    """Makes states by a vmapped init that maps over parameters, over some of them, over seeds, and twice."""
+    vmap, step = torch.func.vmap, everything()
+    counted = fmp.train_step(with_buffers, fmp.optim.inject_hyperparams(fmp.optim.adafactor)(learning_rate=0.1))
+    params, buffers, seeds = {"w": torch.randn(2, 3), "b": torch.randn(2)}, {"mean": torch.zeros(3)}, torch.arange(2)
+    one = tree.map(lambda leaf: leaf[0], params)
+    grid = tree.map(lambda leaf: torch.stack([leaf] * 4), params)
+    return {
+        "parameters": vmap(step.init)(params),
+        "some": vmap(step.init, in_dims=({"w": 0, "b": None},))({**params, "b": torch.ones(())}),
+        "buffers": vmap(lambda params: counted.init(params, buffers=buffers))(params),
+        "seeds": vmap(lambda seed: step.init(one, seed=seed))(seeds),
+        "twice": vmap(lambda params: vmap(step.init)(params))(grid),
+        "crossed": vmap(lambda b: vmap(lambda w: step.init({"w": w, "b": b}))(params["w"]))(params["b"]),
+        "compiled": torch.compile(vmap(step.init), backend="aot_eager", fullgraph=True)(params),
+    }
+
+
+def test_a_vmapped_init_gives_each_member_memory_of_its_own():
+    for way, states in several_ways().items():
+        assert shared(states) == [], way
+
+
+def test_a_vmapped_init_changes_no_bit():
+    params = {"w": torch.tensor([-0.0, float("nan"), 1e-42]), "b": torch.tensor(-0.0)}
+    step = fmp.train_step(squares, fmp.optim.sgd(0.1))
+    ensemble = torch.func.vmap(lambda seed: step.init(params, seed=seed))(torch.arange(2))
+    for index in range(2):
+        assert same_bits(member(ensemble, index), step.init(params, seed=index))
+
+
+def test_an_optimizers_vmapped_init_gives_each_member_memory_of_its_own():
+    params = stacked([problem(seed=index)[0] for index in range(3)])
+    injected = fmp.optim.inject_hyperparams(fmp.optim.lion)(learning_rate=lambda count: count * 0.1, weight_decay=0.1)
+    for transformation in (fmp.optim.adamw(0.1), fmp.optim.adafactor(0.1), fmp.optim.sgd(0.1, momentum=0.9), injected):
+        assert shared(torch.func.vmap(transformation.init)(params)) == []
+
+
+def test_vmap_of_init_by_keyword_says_how_to_map_seeds():
+    step = fmp.train_step(squares, fmp.optim.sgd(0.1))
+    params, seeds = stacked([problem(seed=index)[0] for index in range(3)]), torch.arange(3)
+    with pytest.raises(TypeError, match=r"got i64\[3\].*vmap\(lambda p, s: step\.init\(p, seed=s\)\)"):
+        torch.func.vmap(step.init)(params, seed=seeds)
+    assert same_bits(torch.func.vmap(lambda p, s: step.init(p, seed=s))(params, seeds).seed, seeds)
+
+
 def test_members_that_share_a_batch_get_noise_of_their_own():
     def loss_fn(params, batch, *, seed):
         noise = fmp.random.uniform(seed, (2,))
@@ -379,6 +434,14 @@ def test_compile_true_compiles_with_the_default_backend():
     assert (state.step, state.skip_count) == (3, 2)
 
 
+def test_a_compiled_step_says_that_it_cannot_be_mapped():
+    step = compiled(fmp.train_step(squares, fmp.optim.sgd(0.1)))
+    params, batch = problem()
+    states = stacked([step.init(params)] * 2)
+    with pytest.raises(ValueError, match=r"put torch\.compile around the vmap of a step without it"):
+        torch.func.vmap(step, in_dims=(0, None))(states, batch)
+
+
 def test_compiled_steps_do_not_share_the_limit_of_recompilations():
     params, batch = torch.ones(3), torch.randn(4, 3)
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -406,3 +469,15 @@ def test_a_mapped_step_can_be_compiled():
     expected, _ = torch.func.vmap(step)(states, batches)
     found, _ = torch.compile(torch.func.vmap(step), backend="aot_eager", fullgraph=True)(states, batches)
     torch.testing.assert_close(found.params, expected.params)
+
+
+def test_a_compiled_ensemble_compiles_once():
+    step = everything(policy=None, loss_scale="dynamic")
+    params = stacked([problem(seed=index)[0] for index in range(3)])
+    states = torch.func.vmap(step.init)(params)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(torch.func.vmap(step), backend=counter, fullgraph=True)
+    for index in range(3):
+        states, _ = compiled(states, stacked([problem(seed=10 * index + number)[1] for number in range(3)]))
+    assert counter.frame_count == 1
+    assert states.step.tolist() == [3, 3, 3]

@@ -9,7 +9,7 @@ import torch
 from fmp.df11.compressed import CompressedTensor, check_compressible, check_outside, decompress_all
 from fmp.df11.frozen_weight import FrozenWeight, stored_form
 from fmp.optim.masks import Mask, selector
-from fmp.tree import leaves, paths
+from fmp.tree import describe, leaves, paths
 
 Tree = Any
 
@@ -38,7 +38,8 @@ def compress(
         TypeError: If `select` chooses a tensor that is not bf16; if one that is to be compressed is no plain tensor
             with values; if the tree holds a module; if `min_numel` is no whole number.
         RuntimeError: Inside of a `torch.func` transform or `torch.compile`.
-        ValueError: If `select` does not fit the tree.
+        ValueError: If `select` does not fit the tree; or if there is none, and no tensor is bf16 though some are large
+            enough.
 
     Example:
         >>> params = {"weight": torch.full((64, 64), 0.5).bfloat16(), "bias": torch.zeros(64).bfloat16()}
@@ -55,6 +56,8 @@ def compress(
     found = [stored_form(leaf) for leaf in found]
     places = spec.unflatten(range(len(found)))
     chosen = [_is_bf16(leaf) for leaf in found] if select is None else selector(select, "select")(places)
+    if select is None and not any(chosen):
+        _check_nothing_was_meant(found, min_numel)
     work = []
     for index, (path, leaf) in enumerate(zip(paths(places), found, strict=True)):
         if isinstance(leaf, torch.nn.Module):
@@ -103,6 +106,17 @@ def decompress(tree: Tree) -> Tree:
         return tensors[parts]
 
     return optree.tree_map(restored, tree, is_leaf=_is_compressed, none_is_leaf=True)
+
+
+def _check_nothing_was_meant(found: list[Any], min_numel: int) -> None:
+    if any(isinstance(leaf, CompressedTensor) for leaf in found):
+        return
+    for leaf in found:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point and leaf.numel() >= min_numel:
+            raise ValueError(
+                f"no tensor of the tree is bf16, so nothing would be compressed; it has {describe(leaf)}, for example: "
+                "cast it first, with fmp.cast(tree, torch.bfloat16)"
+            )
 
 
 def _node(leaf: Any) -> CompressedTensor | None:

@@ -79,9 +79,12 @@ def wrap(
             raise KeyError(f"weights has no {name!r}, which is on the meta device")
     params = {name: given.get(named.first[name], named.tensors[name]) for name in named.params}
     chosen = _frozen_names(named, given) if patterns is None else params.keys()
+    values = {name: params[name] for name in params if name in chosen}
     compressed = compress(
-        {name: params[name] for name in params if name in chosen},
-        select=patterns,
+        values,
+        select={name: value.dtype == torch.bfloat16 for name, value in values.items()}
+        if patterns is None
+        else patterns,
         min_numel=min_numel,
         progress=progress,
     )

@@ -33,6 +33,11 @@ def suggest_scale(values: Tree, dtype: torch.dtype | str, *, margin: int = 0, to
     of 0 no power of two does better in `loss_in`: it has the fewest overflows, of these the fewest zeros, and of these
     the fewest subnormal numbers. It needs no host sync, and works under vmap and in a compiled step.
 
+    It sees only what it is given. A float16 backward pass also holds the gradients of activations, which may be far
+    larger than those of parameters, where the samples of a batch cancel out: at a scale for the latter alone they
+    overflow, and a static scale then skips every step. So begin a dynamic scale with it, which falls back, as below; or
+    give it the gradients of activations too, those with respect to zeros that are added to them.
+
     Args:
         values: Any tree, of unscaled gradients for example, best from float32 or bfloat16, as for `loss_in`. Real
             floating-point tensors count, all leaves together; all else is ignored.
@@ -57,6 +62,7 @@ def suggest_scale(values: Tree, dtype: torch.dtype | str, *, margin: int = 0, to
         >>> scale = suggest_scale(grads, torch.float16)
         >>> scale, fmp.numerics.loss_in(grads, torch.float16, scale).underflow
         (tensor(65536.), tensor(0.))
+        >>> scaler = fmp.DynamicLossScale(init_scale=scale, max_scale=2.0**40)
         >>> grads = {"w": torch.full((20_000,), 1e-6), "noise": torch.tensor([1e-11, 1.0])}
         >>> suggest_scale(grads, torch.float16), suggest_scale(grads, torch.float16, tolerance=0.0)
         (tensor(64.), tensor(4096.))

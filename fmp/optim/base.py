@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fmp import _compat, tree
+from fmp import _compat, members, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks
 
@@ -88,9 +88,12 @@ def zeros(params: Tree) -> Tree:
 
 
 def zero_count(params: Tree) -> torch.Tensor:
-    """Makes the count of updates: i32[], zero, on the device of the first tensor among the parameters."""
+    """Makes the count of updates: i32[], zero, on the device of the first tensor among the parameters.
+
+    Under `vmap` it is a count for each member, like the counts that an update returns.
+    """
     device = next((leaf.device for leaf in tree.leaves(params) if isinstance(leaf, torch.Tensor)), None)
-    return torch.zeros((), dtype=torch.int32, device=device)
+    return members.apart(torch.zeros((), dtype=torch.int32, device=device), params)
 
 
 def update_leaves(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmp import _compat, tree
+from fmp import _compat, members, tree
 from fmp.optim.base import GradientTransformation, scheduled, zero_count
 
 Tree = Any
@@ -77,7 +77,7 @@ def inject_hyperparams(
         def init(params: Tree) -> InjectHyperparamsState:
             count = zero_count(params)
             hyperparams = {name: _scalar(value, count.device) for name, value in constants.items()}
-            hyperparams |= _asked(schedules, count)
+            hyperparams = members.apart(hyperparams | _asked(schedules, count), params)
             return InjectHyperparamsState(count, hyperparams, factory(**fixed, **hyperparams).init(params))
 
         @_compat.compiled_on_its_own

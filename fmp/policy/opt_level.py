@@ -87,7 +87,8 @@ def opt_level(
         keep_full: What else stays in float32: a name pattern such as `"inv_freq"`, an `nn.Module`, a `fmp.Model`, or a
             sequence of these. A module or model stands for its normalisation layers, under their names in
             `Model.params`; it takes the place of `NORM_PATTERNS`, which guesses them. For parameters of several
-            modules in a dictionary, give an `nn.ModuleDict` with the same keys.
+            modules in a dictionary, give an `nn.ModuleDict` with the same keys. Where the guess misses norms of a
+            `fmp.Model` that the loss calls, `TrainStep.init` warns.
         **unknown: Must be empty; a misspelt override is answered with the nearest one.
 
     Returns:

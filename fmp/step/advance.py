@@ -144,6 +144,8 @@ def _gradients(
             seed=seed,
             frozen=frozen,
             wrt=None if ONLY in config.optimizers else config.uses[name],
+            # One of several losses may be switched off, and a microbatch may be one that does not count.
+            may_be_constant=ONLY not in config.losses or config.microbatch_weight is not None,
         )
 
     excess: torch.Tensor | None = None  # which is the same for all microbatches

@@ -58,11 +58,13 @@ class TrainStep:
 
         Raises:
             DonatedStateError: If the state was given to a donating step before.
-            TypeError: If `state` is not a `TrainState`.
-            ValueError: If `frozen` is given and no loss takes it, or if a step with a layout runs under a torch.func
-                transform.
+            TypeError: If `state` is not a `TrainState`, or is one of a layout and the step has none.
+            ValueError: If `frozen` is given and no loss takes it, or the reverse; if the only loss does not depend on
+                the parameters; or if a step with a layout runs under a torch.func transform, or one with
+                `compile=True` under vmap.
         """
         _check_call(self.config, state, batch, frozen)
+        _check_not_mapped(self.advance)
         with _unrecorded(), covered():
             if not self.donate or torch.compiler.is_compiling():  # what is compiled as a whole frees by itself
                 return self.advance(self.config, state, batch, frozen)
@@ -269,16 +271,40 @@ def _check_call(config: StepConfig, state: Any, batch: Tree, frozen: Tree) -> No
     if not isinstance(state, TrainState):
         check_owned(state)
         raise TypeError(f"state must be a TrainState, as step.init(params) makes it, got {tree.describe(state)}")
-    if config.placement.is_shared and not torch.compiler.is_compiling() and _compat.transform_active():
+    if not config.placement.is_shared:
+        _check_plain(state.params)
+    elif not torch.compiler.is_compiling() and _compat.transform_active():
         raise ValueError(
             "a step with a layout cannot run inside torch.func transforms, since every rank has its own batch and the "
             "collectives are for all; map or differentiate inside of the loss function, or use layout=None"
         )
     if frozen is not None and not any("frozen" in loss.keywords for loss in config.losses.values()):
         raise ValueError("the step got frozen=..., but no loss_fn takes the keyword argument `frozen`")
+    for loss in config.losses.values():
+        if frozen is None and loss.needs_frozen:
+            raise ValueError(f"loss_fn{loss.where} takes frozen: pass step(state, batch, frozen=...)")
     for index, leaf in enumerate(tree.leaves(batch)):
         if not isinstance(leaf, torch.Tensor):
             _check_batch_leaf(leaf, batch, index, config.accumulate)
+
+
+def _check_plain(params: Tree) -> None:
+    """Refuses parameters that a layout has shared out; by the name of their class, which nobody has to import."""
+    for index, leaf in enumerate(tree.leaves(params)):
+        if type(leaf).__name__ == "DTensor":
+            raise TypeError(
+                f"state: params/{tree.paths(params)[index]} is a DTensor, since this state belongs to a layout; pass "
+                "layout= to train_step, or to this step what layout.full(state) returns"
+            )
+
+
+def _check_not_mapped(algorithm: Callable[..., Any]) -> None:
+    is_inside = torch.compiler.is_compiling()  # then it is traced through
+    if not is_inside and _compat.is_compiled(algorithm) and _compat.VMAP in _compat.transforms():
+        raise ValueError(
+            "a step with compile=True cannot be mapped; put torch.compile around the vmap of a step without it: "
+            "torch.compile(torch.func.vmap(step), fullgraph=True)"
+        )
 
 
 def _check_batch_leaf(leaf: Any, batch: Tree, index: int, accumulate: int) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import optree
 import torch
 
-from fmp import master, tree
+from fmp import master, members, tree
 from fmp.df11.compressed import CompressedTensor
 from fmp.df11.frozen_weight import FrozenWeight
 from fmp.dtypes import full_precision, is_castable
 from fmp.patterns import matches
 from fmp.policy import NORM_PATTERNS
 from fmp.step.config import ONLY, StepConfig
+from fmp.step.kept_norms import warn_of_cast_norms
 from fmp.step.state import TrainState
 from fmp.tree.wholes import check_whole
 
@@ -24,6 +25,8 @@ def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tens
     """Makes the first state, of copies; see `TrainStep.init`."""
     _check_trees(config, params, buffers)
     seed = _checked_seed(seed)
+    given = (params, buffers, seed)
+    warn_of_cast_norms([loss.fn for loss in config.losses.values()], config.policy, params, buffers)
     params = params if ONLY in config.optimizers else dict(params)
     device = next((leaf.device for leaf in tree.leaves(params) if leaf is not None), torch.device("cpu"))
     placement = config.placement
@@ -46,7 +49,7 @@ def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tens
     def count() -> torch.Tensor:
         return torch.zeros((), dtype=torch.int32, device=device)
 
-    return TrainState(
+    state = TrainState(
         step=count(),
         params=placement.closed(stored, forms),
         master=placement.closed(masters, forms),
@@ -59,6 +62,7 @@ def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tens
         seed=torch.as_tensor(seed, dtype=torch.int64, device=device).clone(),
         skip_count=config.from_groups({key: count() for key in config.optimizers}),
     )
+    return members.apart(state, *given)
 
 
 def extend(config: StepConfig, state: TrainState, params: Tree) -> TrainState:
@@ -110,7 +114,9 @@ def _checked_seed(seed: Any) -> int | torch.Tensor:
             return seed
     elif hasattr(seed, "__index__") and not isinstance(seed, bool) and -(2**63) <= operator.index(seed) < 2**63:
         return operator.index(seed)
-    raise TypeError(f"seed must be an integer of 64 bits or a scalar tensor of one, got {tree.describe(seed)}")
+    hint = "; vmap maps positions only: vmap(lambda p, s: step.init(p, seed=s))(params, seeds)"
+    found = tree.describe(seed) + (hint if isinstance(seed, torch.Tensor) and seed.ndim else "")
+    raise TypeError(f"seed must be an integer of 64 bits or a scalar tensor of one, got {found}")
 
 
 def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:

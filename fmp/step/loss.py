@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.gradients import value_and_grad
 from fmp.policy import Policy, casting
@@ -37,29 +37,38 @@ class Loss:
         has_aux: Whether the function returns auxiliary output.
         keywords: Those of `buffers`, `seed` and `frozen` that the function names.
         where: What to call it in messages: `['name']` if it is one of several.
+        needs_frozen: Whether it cannot be called without `frozen`.
     """
 
     fn: LossFn
     has_aux: bool
     keywords: frozenset[str]
     where: str = ""
+    needs_frozen: bool = False
 
     @classmethod
     def of(cls, fn: LossFn, has_aux: bool, where: str = "") -> "Loss":
         """Looks up the keywords of a loss function.
 
         Raises:
-            TypeError: If `fn` is not callable.
+            TypeError: If `fn` is not callable, or an nn.Module.
         """
+        if isinstance(fn, torch.nn.Module):
+            raise TypeError(
+                f"loss_fn{where} is an nn.Module, which has parameters of its own; make a function of it: "
+                "model = fmp.functionalize(module), and in loss_fn(params, batch) call model.apply(params, ...)"
+            )
         if not callable(fn):
-            raise TypeError(f"loss_fn must be a function (params, batch) -> loss, got {fn!r}")
+            raise TypeError(f"loss_fn{where} must be a function (params, batch) -> loss, got {fn!r}")
         try:
-            names = set(list(inspect.signature(fn).parameters)[2:])  # the first two are params and batch, by any name
+            given = dict(list(inspect.signature(fn).parameters.items())[2:])  # after params and batch, by any name
         except ValueError:  # some functions written in C
-            names = set()
+            given = {}
         # What a partial has filled in already is the caller's choice, not ours.
         bound = fn.keywords if isinstance(fn, functools.partial) else {}
-        return cls(fn, has_aux, frozenset({"buffers", "seed", "frozen"} & (names - bound.keys())), where)
+        names = frozenset({"buffers", "seed", "frozen"} & (given.keys() - bound.keys()))
+        needs_frozen = "frozen" in names and given["frozen"].default is inspect.Parameter.empty
+        return cls(fn, has_aux, names, where, needs_frozen)
 
     def __call__(self, params: Tree, batch: Tree, **available: Any) -> LossOutput:
         """Evaluates the loss with those of the available keywords that it takes."""
@@ -94,6 +103,7 @@ def differentiate(
     seed: torch.Tensor,
     frozen: Tree,
     wrt: Sequence[str] | None = None,
+    may_be_constant: bool = False,
 ) -> tuple[LossOutput, Tree, torch.Tensor | None]:
     """Computes a loss and its gradient, still scaled.
 
@@ -108,10 +118,15 @@ def differentiate(
         seed: i64[], passed to the loss if it takes it.
         frozen: Passed to the loss if it takes it, cast like the parameters.
         wrt: The top-level keys of `params` to differentiate with respect to; None for all.
+        may_be_constant: Whether the loss may depend on none of what is differentiated. This is not looked for while
+            torch.compile traces.
 
     Returns:
         The unscaled loss with buffers and auxiliary output; the gradients in the structure of what was differentiated;
         and by what they were divided because a scale was too large, f32[], or None. `unscale` takes both.
+
+    Raises:
+        ValueError: If the loss depends on none of the parameters and may not.
     """
 
     def scaled(variables: Tree, batch: Tree, buffers_in: Tree, frozen: Tree) -> tuple[torch.Tensor, Any]:
@@ -120,6 +135,12 @@ def differentiate(
         own_buffers = tree.map(_clone, buffers_in) if "buffers" in loss.keywords else buffers_in
         with contextlib.nullcontext() if policy is None else casting(policy, full, batch, own_buffers, frozen):
             value, new_buffers, aux = loss(full, batch, buffers=own_buffers, seed=seed, frozen=frozen)
+        if not may_be_constant and not _depends(value, variables):
+            raise ValueError(
+                f"loss_fn{loss.where} does not depend on params, so nothing would be trained; compute the loss with "
+                "the params that it is given. One that calls a module uses the module's own: call "
+                "model.apply(params, ...) of model = fmp.functionalize(module) instead"
+            )
         new_buffers = _with_dtypes_of(buffers, new_buffers) if "buffers" in loss.keywords else buffers
         aux = aux if policy is None else policy.cast_to_output(aux)
         excess = _excess_of(scaler, value)
@@ -177,6 +198,36 @@ def _with_dtype_of(path: str, old: Any, new: Any) -> Any:
     if (alike and new.dtype == old.dtype) or (new is None and old is None):
         return new
     raise ValueError(f"loss_fn must return buffer {path!r} as {tree.describe(old)}, it returned {tree.describe(new)}")
+
+
+def _depends(value: torch.Tensor, variables: Tree) -> bool:
+    """Says whether a loss depends on any of some variables; true where nobody can tell, or there are none."""
+    if torch.compiler.is_compiling():  # whose record of what requires grad is not reliable
+        return True
+    # Inside of a transform, the flag is that of the innermost one, which differentiates by these variables alone.
+    if value.requires_grad and _compat.transform_active():
+        return True
+    leaves = tree.leaves(variables)
+    if value.requires_grad and _reaches(value, {id(leaf) for leaf in leaves}):
+        return True
+    wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    # Variables in the middle of somebody else's graph are not told apart from what they come from.
+    return not wanted or (value.requires_grad and not all(leaf.is_leaf for leaf in wanted))
+
+
+def _reaches(value: torch.Tensor, leaves: set[int]) -> bool:
+    """Walks the graph of a value until it meets one of some leaves, which is soon unless there is none."""
+    todo: list[Any] = [value.grad_fn]
+    seen: set[Any] = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) in leaves:
+            return True
+        todo.extend(parent for parent, _ in node.next_functions)
+    return id(value) in leaves
 
 
 def _clone(leaf: Any) -> Any:

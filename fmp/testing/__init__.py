@@ -1,12 +1,15 @@
 """The laws that fmp holds its own parts to, for parts of one's own: checks, and the hypothesis strategies under them.
 
-Not loaded by `import fmp`: it needs hypothesis, which the extra `test` brings.
+Not loaded by `import fmp`: it needs hypothesis, which the extra `testing` brings.
 """
 
 import importlib.util
 
 if importlib.util.find_spec("hypothesis") is None:
-    raise ImportError("fmp.testing needs hypothesis, which is not installed; install the extra `test` of fmp-torch")
+    raise ImportError(
+        "fmp.testing needs hypothesis, which is not installed: `pip install hypothesis`, or from a clone of fmp "
+        "`pip install '.[testing]'`"
+    )
 
 from fmp.testing import strategies as strategies
 from fmp.testing.invariants import meanings

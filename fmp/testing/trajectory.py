@@ -38,6 +38,14 @@ class Case:
         found = [self.make(), *self.rising[:1], *self.falling[:1], self.rising[-1], self.falling[-1]]
         return [*found, self.rising[-1].adjust(verdict(False))]
 
+    @cached_property
+    def reached(self) -> list[LossScale]:
+        """The same states; the first one alone if `adjust` raises, which is not for every law to tell."""
+        try:
+            return self.states
+        except Exception:
+            return [self.make()]
+
 
 def walk(scaler: LossScale, history: Sequence[bool]) -> Iterator[LossScale]:
     """Adjusts a scaler step by step; stops where a step changes nothing, since equal verdicts then never would.

@@ -43,7 +43,7 @@ def case(name: str) -> tuple[fmp.TrainStep, fmp.TrainState]:
     step = fmp.train_step(
         loss_fn,
         tx,
-        policy=fmp.opt_level(**CASES[name]),
+        policy=fmp.opt_level(**CASES[name], keep_full=model if name.startswith("O2") else ()),
         loss_scale=fmp.DynamicLossScale(256.0, growth_interval=2),
         accumulate=2,
         ema=0.9,

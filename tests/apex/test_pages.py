@@ -36,6 +36,10 @@ def test_before_and_after_have_the_same_losses(before, after, tmp_path, monkeypa
     assert old["losses"][0] != old["losses"][-1]
     expected, found = torch.tensor(old["losses"]), torch.tensor(new["losses"])
     torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0.0)
+    if "running_mean" in old:  # of a BatchNorm: the buffers have come back
+        assert new["running_mean"].dtype == torch.float32
+        torch.testing.assert_close(new["running_mean"], old["running_mean"], rtol=2.0**-6, atol=2.0**-8)
+        assert old["running_mean"].abs().max() > 0.01
     if "log" in old:  # scales and skips
         assert old["log"] == new["log"]
         assert len(set(old["log"])) > 1

@@ -109,6 +109,22 @@ def test_min_numel_is_a_whole_number(min_numel: Any) -> None:
         compress({"w": weights(80, 80)}, min_numel=min_numel)
 
 
+def test_a_tree_in_which_nothing_is_bf16_is_refused() -> None:
+    weights = {"weight": torch.ones(64, 64), "bias": torch.zeros(64)}
+    with pytest.raises(ValueError, match=r"no tensor of the tree is bf16.*it has f32\[64,64\].*fmp\.cast\(tree"):
+        fmp.df11.compress(weights)
+    compressed = fmp.df11.compress(fmp.cast(weights, torch.bfloat16))
+    assert compressed_paths(compressed) == ["weight"]
+    # Nothing to do is no mistake: no tensor is large enough, all are compressed already, or chosen by hand.
+    for values, select in (
+        ({"bias": torch.zeros(64), "ids": torch.zeros(64, 64, dtype=torch.int64)}, None),
+        ({"done": compressed["weight"], "full": torch.ones(64, 64)}, None),
+        (weights, {"weight": False, "bias": False}),
+    ):
+        found = fmp.df11.compress(values, select=select)
+        assert all(found[name] is leaf for name, leaf in values.items())
+
+
 def test_a_module_is_refused() -> None:
     for params in (torch.nn.Linear(80, 80).bfloat16(), {"layers": [torch.nn.Linear(80, 80)]}):
         with pytest.raises(TypeError, match=r"is a Linear, no tensor; compress its state_dict\(\)"):

@@ -301,6 +301,7 @@ def refusals() -> list[str]:
     shorter = params()
     shorter["out.bias"] = shorter["out.bias"][: 3 - rank]
     batch = batches(1)[0]
+    alone = fmp.train_step(loss_fn, fmp.optim.adamw(1e-3))
     boolean = fmp.train_step(
         lambda params, batch: (loss_fn(params, batch), torch.tensor(True)),
         fmp.optim.sgd(0.1),
@@ -323,6 +324,8 @@ def refusals() -> list[str]:
         lambda: fmp.train_step(
             loss_fn, fmp.optim.sgd(0.1), microbatch_weight=lambda batch: batch[0].sum(), layout=layout(3)
         ),
+        lambda: alone(state, batch),
+        lambda: alone(place.full(state), batch),
     ]
     messages = []
     for attempt in attempts:

@@ -241,6 +241,8 @@ def test_what_is_refused() -> None:
         "TypeError: mesh must be a DeviceMesh",
         "TypeError: layout must be a fmp.distributed.Layout",
         "ValueError: microbatch_weight cannot be used with zero=3",
+        "TypeError: state: params/hidden/bias is a DTensor, since this state belongs to a layout; pass layout=",
+        "no error",
     ]
     assert len(messages) == len(expected)
     for message, beginning in zip(messages, expected, strict=True):

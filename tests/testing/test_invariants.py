@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from fmp.testing import INVARIANTS
 from fmp.testing.invariants import for_all
 
-PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "testing.md"
 
 
 def test_the_page_lists_the_invariants():
@@ -60,4 +62,6 @@ def test_without_hypothesis_the_import_says_what_to_install():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "ImportError: fmp.testing needs hypothesis" in run.stderr
-    assert "the extra `test`" in run.stderr
+    assert "'.[testing]'" in run.stderr
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [requirement.split(">")[0] for requirement in extras["testing"]] == ["hypothesis"]

@@ -162,6 +162,37 @@ class FillsHoles(Good):
         return torch.zeros(()) if grad is None else super().unscale_leaf(grad)
 
 
+@tree.dataclass
+class ForgetsHoles(Good):
+    def unscale_leaf(self, grad):
+        return grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.value
+
+
+@tree.dataclass
+class Raises(Good):
+    def scale(self, loss):
+        raise ZeroDivisionError("scale")
+
+
+@tree.dataclass
+class RaisesInAdjust(Good):
+    def next(self, finite):
+        raise ZeroDivisionError("adjust")
+
+
+@tree.dataclass
+class Assigns(Good):
+    def adjust(self, grads_finite):
+        self.value = self.next(grads_finite)  # type: ignore[misc]
+        return self
+
+
+@tree.dataclass
+class Draws(Good):
+    def next(self, finite):
+        return super().next(finite) * torch.rand(())
+
+
 BROKEN = [
     ("unscale_undoes_scale", UnscalesTwice, "at g: element [0] of unscale(scale(g)) at the scale 256.0 is"),
     ("unscale_undoes_scale", UnscalesInSingle, "at g: element [0] of unscale(scale(g)) at the scale 256.0 is"),
@@ -169,11 +200,12 @@ BROKEN = [
     ("scale_stays_positive_and_finite", Unbounded, "the scale is inf and its inverse 0.0"),
     ("never_grows_after_a_non_finite_step", AlwaysGrows, "raised the scale from 256.0 to 512.0"),
     ("backs_off_after_a_non_finite_step", NeverBacksOff, "after 1 finite steps the scale is 512.0, and 512.0 after 1"),
+    ("methods_are_pure", Assigns, "FrozenInstanceError: cannot assign to field 'value'"),
     ("methods_are_pure", InPlace, "at 0/value: an argument is 512.0, expected 256.0, in f32[]"),
     (
         "methods_are_pure",
         UnscalesInPlace,
-        "at 1/f64: element [0] of an argument is 0.00390625, expected 1.0, in f64[2]",
+        "at 1/g: element [0] of an argument is 0.00390625, expected 1.0, in f64[2]",
     ),
     ("adjust_keeps_structure_and_dtypes", Widens, "at value: the scaler after finite=True is f64[], expected f32[]"),
     ("adjust_keeps_structure_and_dtypes", Counts, "the scaler after finite=True has the structure"),
@@ -186,6 +218,7 @@ BROKEN = [
     ("scaled_loss_leads_back_to_the_loss", CutsOff, "is cut off from the loss, so nothing would be trained"),
     ("half_gradients_do_not_overflow_or_underflow", UnscalesInHalf, "is f16["),
     ("non_finite_gradients_stay_non_finite", HidesNan, "unscale made ["),
+    ("unscale_keeps_the_tree", ForgetsHoles, "return None for it"),
     ("unscale_keeps_the_tree", FillsHoles, "what unscale keeps is f32[], expected NoneType"),
 ]
 
@@ -200,6 +233,28 @@ def test_each_broken_scaler_is_found(name, scaler, message):
     assert message in str(caught.value)
     with pytest.raises(AssertionError, match="check_loss_scale: "):
         check_loss_scale(make, examples=10, steps=200)
+
+
+@pytest.mark.parametrize(
+    ("name", "scaler", "message"),
+    [
+        ("methods_are_pure", InPlace, "an argument is 512.0, expected 256.0"),
+        ("methods_are_pure", UnscalesInPlace, "of an argument is"),
+        ("methods_are_pure", Assigns, "cannot assign to field 'value'"),
+        ("methods_are_pure", Draws, "the result of a second call"),
+        ("is_a_pytree_that_travels", NoTree, "NoTree is no pytree"),
+        ("adjust_keeps_structure_and_dtypes", RaisesInAdjust, "ZeroDivisionError: adjust"),
+        ("unscale_keeps_the_tree", ForgetsHoles, "'NoneType' object has no attribute"),
+        ("unscale_keeps_the_tree", FillsHoles, "expected NoneType"),
+        ("scale_stays_positive_and_finite", Raises, "ZeroDivisionError: scale"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_law_that_is_named_is_about_what_is_wrong(name, scaler, message):
+    with pytest.raises(AssertionError) as caught:
+        check_loss_scale(lambda: scaler(torch.tensor(256.0)), examples=10, steps=200, compile=False)
+    assert str(caught.value).startswith(f"check_loss_scale: {name} is broken. ")
+    assert message in str(caught.value)
 
 
 @tree.dataclass

@@ -1,6 +1,7 @@
 """fmp.df11.published.matcher: what Python's engine says, in a time that no pattern can make long."""
 
 import re
+import warnings
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -75,3 +76,11 @@ def test_what_keeps_python_busy_for_years_takes_no_time(pattern: str, name: str,
 def test_what_is_not_read_is_refused(pattern: str, message: str) -> None:
     with pytest.raises(PatternError, match=message):
         Matcher(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["[[a]", "[+--b]", "[a||b]", "[a~~b]", "[a&&b]"])
+def test_sets_that_may_mean_more_some_day_mean_what_they_do_now(pattern):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        expected = [bool(re.fullmatch(pattern, name)) for name in "[a-|~&b"]
+    assert [Matcher(pattern).matches(name) for name in "[a-|~&b"] == expected

@@ -18,6 +18,7 @@ does not (assertions, references, possessive repeats, flags) is refused.
 import functools
 import operator
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ class Matcher:
         self._accept: dict[str, int] = {}
         self._steps = 0
         self._nullable, self._first, self._last = self._build(node)
-        self._atoms = {re.compile(atom): places for atom, places in self._accept.items()}
+        self._atoms = {_compiled(atom): places for atom, places in self._accept.items()}
         # Names repeat their characters, and the sets of places.
         self._accepting = functools.lru_cache(1024)(self._places_that_accept)
         self._following = functools.lru_cache(1024)(self._places_after)
@@ -243,9 +244,15 @@ class _Parser:
         return True
 
 
+def _compiled(text: str) -> re.Pattern[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # what sets mean now is meant
+        return re.compile(text)
+
+
 def _valid(text: str) -> str:
     try:
-        re.compile(text)
+        _compiled(text)
     except re.error as error:
         raise PatternError(f"the set {text!r} is invalid: {error}") from None
     return text

@@ -61,7 +61,7 @@ def setup(variant: str) -> Callable[[], None]:
     x, target = torch.randn(2, ROWS, LENGTH, WIDTH).to(HALF)
     call, base = _blocks(variant, blocks)
 
-    def loss(adapters: Any, batch: Any, *, frozen: Any) -> torch.Tensor:
+    def loss(adapters: Any, batch: Any, *, frozen: Any = None) -> torch.Tensor:
         x, target = batch
         for weights, adapter in zip(frozen or base, adapters, strict=True):
             x = call(weights, x, adapter)

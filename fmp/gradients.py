@@ -9,7 +9,7 @@ alive to the end. Here the graph is kept only when something outside can differe
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -201,17 +201,7 @@ def _reaches_other_leaf(outputs: list[Any], variables: list[torch.Tensor]) -> bo
     tensors = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
     if any(tensor.grad_fn is None and id(tensor) not in own for tensor in tensors):
         return True
-    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = {None}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad" and node.variable.requires_grad and id(node.variable) not in own:
-            return True
-        todo.extend(parent for parent, _ in node.next_functions)
-    return False
+    return any(leaf.requires_grad and id(leaf) not in own for leaf in graph_leaves(tensors))
 
 
 def _differentiable(leaf: Any) -> bool:
@@ -262,3 +252,17 @@ def _refuse_sparse(grads: tuple[Tree, ...], numbers: tuple[int, ...]) -> None:
                     f"the gradient of argument {number}, leaf {path!r}, is sparse ({leaf.layout}); "
                     "use dense gradients, for example sparse=False in the embedding"
                 )
+
+
+def graph_leaves(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Walks the graph of some tensors and yields the leaves at its ends, each once, as they are met."""
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        todo.extend(parent for parent, _ in node.next_functions)

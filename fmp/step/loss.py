@@ -11,7 +11,7 @@ import torch
 
 from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
-from fmp.gradients import value_and_grad
+from fmp.gradients import graph_leaves, value_and_grad
 from fmp.policy import Policy, casting
 from fmp.scaling import LossScale, NoOpLossScale
 
@@ -208,26 +208,13 @@ def _depends(value: torch.Tensor, variables: Tree) -> bool:
     if value.requires_grad and _compat.transform_active():
         return True
     leaves = tree.leaves(variables)
-    if value.requires_grad and _reaches(value, {id(leaf) for leaf in leaves}):
+    own = {id(leaf) for leaf in leaves}
+    # It is met soon, unless there is none.
+    if value.requires_grad and (id(value) in own or any(id(leaf) in own for leaf in graph_leaves([value]))):
         return True
     wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     # Variables in the middle of somebody else's graph are not told apart from what they come from.
     return not wanted or (value.requires_grad and not all(leaf.is_leaf for leaf in wanted))
-
-
-def _reaches(value: torch.Tensor, leaves: set[int]) -> bool:
-    """Walks the graph of a value until it meets one of some leaves, which is soon unless there is none."""
-    todo: list[Any] = [value.grad_fn]
-    seen: set[Any] = {None}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad" and id(node.variable) in leaves:
-            return True
-        todo.extend(parent for parent, _ in node.next_functions)
-    return id(value) in leaves
 
 
 def _clone(leaf: Any) -> Any:

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fmp import _compat
 from fmp._compat import collectives
-from fmp.distributed.meshes import check_ascending
 
 
 class Ranks(NamedTuple):
@@ -113,14 +112,13 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     """Looks at a mesh.
 
     Raises:
-        ValueError: If it has more than two dimensions, its ranks do not ascend, or this process is not in it.
+        ValueError: If it has more than two dimensions, or this process is not in it.
     """
     if mesh.ndim > 2:
         raise ValueError(
             f"the mesh has {mesh.ndim} dimensions; use one, over which tensors are shared, or two, of which the first "
             "repeats and the second shares them"
         )
-    check_ascending(mesh)
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"this process, rank {torch.distributed.get_rank()}, is not in the mesh, whose ranks are "

@@ -23,6 +23,7 @@ from fmp import random, reductions, tree
 from fmp.distributed import on_dtensors, sharing
 from fmp.distributed.blocks import gathered_block
 from fmp.distributed.gathering import Gather, Leaf, Plan, Ranks, Scatter, ranks_of, rows, sum_dtype
+from fmp.distributed.meshes import check_ascending
 from fmp.distributed.shards import LocalShard, check_blocks, check_placed, is_placed_on
 from fmp.dtypes import full_precision
 from fmp.patterns import matcher
@@ -104,6 +105,7 @@ class Layout:
                 f"zero={self.zero} {'needs' if self.zero == 3 else 'takes no'} blocks, the patterns of the parameters "
                 f"that the loss gathers itself; got blocks={self.blocks!r}"
             )
+        check_ascending(self.mesh)
         ranks = ranks_of(self.mesh)
         outer = self.mesh.get_local_rank(0) if self.mesh.ndim == 2 else 0
         object.__setattr__(self, "ranks", ranks)

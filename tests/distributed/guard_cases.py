@@ -108,7 +108,9 @@ def refusals() -> list[str]:
 
 def outside() -> str:
     """Makes a layout on two ranks of three."""
-    return message_of(lambda: Layout(DeviceMesh("cpu", torch.tensor([0, 1])), zero=1))
+    message = message_of(lambda: Layout(DeviceMesh("cpu", torch.tensor([0, 1])), zero=1))
+    torch.distributed.barrier()  # nobody leaves while others still connect
+    return message
 
 
 def uneven_but_weighted(zero: int | None) -> Tree:

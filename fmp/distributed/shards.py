@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fmp import _compat, _traced, tree
 from fmp.distributed.gathering import Ranks, placements, ranks_of, rows
+from fmp.distributed.meshes import check_ascending
 from fmp.dtypes import short_name
 from fmp.patterns import matcher
 
@@ -59,6 +60,7 @@ def own_shards(params: Tree, mesh: DeviceMesh) -> Tree:
         The tree with a `LocalShard`, in memory of its own, in place of each tensor; those without dimensions, or
         without elements, stay. What is in the tree twice is so in the result.
     """
+    check_ascending(mesh)
     ranks, made = ranks_of(mesh), {}
 
     def own(leaf: Any) -> Any:

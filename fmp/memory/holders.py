@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fmp import tree
+from fmp.rematerialization.snapshot import is_full
 
 _LIBRARIES = ("torch", "optree", "numpy", "fmp", "builtins", "functools", "collections", "contextlib", "threading")
 _NO_HOLDERS = (str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, Tensor, nn.Module)
@@ -69,7 +70,7 @@ def _parts(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.FunctionType):
         cells = [] if value.__closure__ is None else list(value.__closure__)
-        inside = [cell.cell_contents for cell in cells if _is_full(cell)]
+        inside = [cell.cell_contents for cell in cells if is_full(cell)]
         given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         if _of_a_library(value.__module__):
             return [*inside, *given]
@@ -80,14 +81,6 @@ def _parts(value: Any) -> list[Any]:
 def _is_leaf(value: Any) -> bool:
     leaves = tree.leaves(value)
     return len(leaves) == 1 and leaves[0] is value
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # an empty one raises
-    except ValueError:
-        return False
-    return True
 
 
 def _of_a_library(module: str | None) -> bool:

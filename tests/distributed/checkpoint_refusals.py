@@ -50,6 +50,7 @@ def refusals(folder: str) -> dict[str, str]:
     over_rows = DTensor.from_local(torch.ones(1, 1), turned, [Shard(0)], run_check=False)
     refused("a layout on a turned mesh", lambda: Layout(turned, zero=1))
     refused("a layout on turned copies", lambda: Layout(DeviceMesh("cpu", torch.tensor([[1], [0]])), zero=1))
+    refused("shards of a turned mesh", lambda: own_shards({"w": torch.ones(2, 1)}, turned))
     refused("a turned mesh", lambda: checkpoints.save({"w": over_rows}, 3))
     refused("a turned mesh in like", lambda: checkpoints.load({**small(0), "w": _like(turned)}))
 

@@ -27,6 +27,7 @@ def test_what_would_be_lost_is_refused_on_all_ranks(tmp_path: Path) -> None:
         "a step of another type": "TypeError: step must be an int, got tensor(1)",
         "a layout on a turned mesh": f"ValueError: the mesh has the ranks [1, 0]; {ASCEND}",
         "a layout on turned copies": f"ValueError: the mesh has the ranks [[1], [0]]; {ASCEND}",
+        "shards of a turned mesh": f"ValueError: the mesh has the ranks [1, 0]; {ASCEND}",
         "a turned mesh": f"ValueError: w: its mesh has the ranks [1, 0]; {ASCEND}",
         "a turned mesh in like": f"ValueError: w: its mesh has the ranks [1, 0]; {ASCEND}",
         "no writer": "CheckpointError: the checkpoint could not be written: on rank 1 of 2: MemoryError: no memory",

@@ -111,12 +111,15 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-def params_match(grads: Any, params: Any) -> None:
+def params_match(grads: Any, params: Any) -> tuple[list[Any], tree.Spec]:
     """Checks that parameters belong to the gradients.
 
     Args:
         grads: The gradients.
         params: What came as the third argument of `update`.
+
+    Returns:
+        The leaves of the gradients, and the structure of both trees.
 
     Raises:
         TypeError: If `params` is None and there are gradients.
@@ -129,7 +132,7 @@ def params_match(grads: Any, params: Any) -> None:
             "init had"
         )
     if _are_leaves(spec, params) or spec == tree.structure(params):
-        return
+        return leaves, spec
     of_grads, of_params = set(tree.paths(grads)), set(tree.paths(params))
     if of_grads != of_params:  # nodes may be of different types, such as dict and OrderedDict
         path = min(of_grads ^ of_params)
@@ -138,6 +141,7 @@ def params_match(grads: Any, params: Any) -> None:
             f"{path or 'a single leaf'}: {has} has this leaf and {lacks} has not; the trees must have one structure, "
             "with None for each leaf that has no gradient"
         )
+    return leaves, spec
 
 
 def _are_leaves(spec: tree.Spec, params: Any) -> bool:

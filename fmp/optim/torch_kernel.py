@@ -65,25 +65,26 @@ def overwrite(
         TypeError: If a leaf that has a gradient is not a floating-point tensor, or its gradient is complex.
         ValueError: If a gradient or a moment has not the shape of its parameter, or the trees differ in structure.
     """
-    checks.params_match(grads, params)
     # Whatever is asked of every leaf is asked by functions that loop in C: loops in Python would outlast the kernel.
-    grad_leaves, spec = tree.flatten(grads)
+    grad_leaves, spec = checks.params_match(grads, params)
     new_columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
     due = [index for index, grad in enumerate(grad_leaves) if grad is not None]
     columns = [_chosen(column, due) for column in (grad_leaves, *new_columns)]
     everything = list(chain.from_iterable(columns))
-    if type(None) in map(type, everything):
+    types = set(map(type, everything))
+    if type(None) in types:
         _check_shapes(grads, grad_leaves, new_columns)
     others = [other for other in others if isinstance(other, torch.Tensor)]
+    if not PLAIN.issuperset(types) or not PLAIN.issuperset(map(type, others)):
+        return None
     addresses = _addresses(everything, others)
     if addresses is None:
         return None
     are_contiguous = all(map(torch.Tensor.is_contiguous, everything))
     dtypes = list(map(_DTYPE, columns[1]))
-    if not all(dtype.is_floating_point for dtype in set(dtypes)) or any(map(torch.is_complex, columns[0])):
+    if not all(map(_IS_FLOATING_POINT, set(dtypes))) or any(map(_IS_COMPLEX, set(map(_DTYPE, columns[0])))):
         check_trainable(grads, grad_leaves, new_columns[0])
-    grad_shapes, *shapes = [list(map(_SHAPE, column)) for column in columns]
-    if any(found != grad_shapes for found in shapes):
+    if not all(all(map(torch.Tensor.is_same_size, columns[0], column)) for column in columns[1:]):
         _check_shapes(grads, grad_leaves, new_columns)
     if donate and are_contiguous and len(due) == len(grad_leaves):
         sizes, count = list(map(NBYTES, everything)), len(due)
@@ -112,14 +113,13 @@ def overwrite(
     return tuple(tree.unflatten(spec, column) for column in new_columns)
 
 
-_DTYPE, _SHAPE, _DEVICE = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 _REQUIRES_GRAD, _IS_CPU = attrgetter("requires_grad"), attrgetter("is_cpu")
+_IS_FLOATING_POINT, _IS_COMPLEX = attrgetter("is_floating_point"), attrgetter("is_complex")
 
 
 def _addresses(tensors: list[Any], others: list[torch.Tensor]) -> list[int] | None:
     """Where the memory of each tensor begins; None if there is one that is more than memory with a shape."""
-    if not PLAIN.issuperset(map(type, tensors)) or not PLAIN.issuperset(map(type, others)):
-        return None
     if not all(map(_IS_CPU, tensors)) and not {"cpu", "cuda"} >= {device.type for device in map(_DEVICE, tensors)}:
         return None
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, chain(tensors, others))):

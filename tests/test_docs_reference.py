@@ -32,19 +32,6 @@ INTERNAL = {
     "fmp.saveable": {"Dots", "Everything", "Names", "Nothing", "check_saveable"},
     "fmp.optim.schedules": {"T"},
 }
-# Functions that are tried by the tests and on their pages, and have no example in their docstring yet.
-WITHOUT_EXAMPLE = {
-    "fmp.compat.amp": {"load_state_dict", "shutdown"},
-    "fmp.df11": {"decompress"},
-    "fmp.distributed": {
-        "as_dtensors",
-        "fsdp2_params",
-        "fsdp2_value_and_grad",
-        "full_params",
-        "local_shards",
-        "own_shards",
-    },
-}
 
 
 def public(name: str) -> dict[str, Any]:
@@ -77,7 +64,7 @@ def test_every_public_name_has_a_docstring_and_each_function_an_example(name):
         if inspect.isfunction(value) and ">>>" not in (value.__doc__ or ""):
             without_example.append(key)
     assert without_docstring == []
-    assert set(without_example) <= WITHOUT_EXAMPLE.get(name, set())
+    assert without_example == []
 
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))

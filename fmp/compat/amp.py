@@ -207,6 +207,12 @@ def shutdown() -> None:
 
     Raises:
         RuntimeError: If called in another thread than `initialize`, under O1.
+
+    Example:
+        >>> model = initialize(torch.nn.Linear(2, 2), opt_level="O3", half_dtype="bf16", verbosity=0)
+        >>> shutdown()
+        >>> model.weight.dtype
+        torch.float32
     """
     session = current.session
     if session is not None and session.casting is not None:
@@ -326,6 +332,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         RuntimeError: If amp is not initialized, or the dictionary has an unknown key.
         ValueError: If an entry is not the state of a loss scaler, or the masters do not fit the optimizers. Nothing has
             changed then.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = initialize(model, optimizer, opt_level="O2", half_dtype="bf16", verbosity=0)
+        >>> load_state_dict(state_dict())
+        >>> shutdown()
     """
     session = the_session("load_state_dict")
     if session is not None:

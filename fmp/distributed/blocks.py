@@ -145,6 +145,17 @@ def full_params(params: Tree, layout: OnMesh | None, compute: Policy | torch.dty
     Raises:
         TypeError: As for `gathered_block`.
         ValueError: Likewise.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from fmp.distributed import Layout, own_shards
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layout = Layout(dist.init_device_mesh("cpu", (1,)), zero=3, blocks=["w"])
+        >>> params = own_shards({"w": torch.ones(2, 2)}, layout.mesh)
+        >>> full_params(params, layout, compute=torch.bfloat16)
+        {'w': tensor([[1., 1.],
+                [1., 1.]], dtype=torch.bfloat16)}
+        >>> dist.destroy_process_group()
     """
     policy = _policy(compute)
     leaves, unflatten = shards.flatten(params)

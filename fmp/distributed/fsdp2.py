@@ -33,6 +33,15 @@ def fsdp2_params(module: nn.Module) -> Params:
 
     Raises:
         TypeError: If the module is not one of FSDP2.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> module = torch.distributed.fsdp.fully_shard(nn.Linear(3, 2), mesh=mesh)
+        >>> fsdp2_params(module)["weight"].placements
+        (Shard(dim=0),)
+        >>> dist.destroy_process_group()
     """
     _check(module)
     return {name: param.detach().clone() for name, param in _resharded(module).items()}
@@ -73,6 +82,18 @@ def fsdp2_value_and_grad(
             scalar, or the module changed a buffer.
         RuntimeError: When called inside of a torch.func transform, while the module is set to leave gradients
             unreduced, or while it holds some that were left so.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> module = torch.distributed.fsdp.fully_shard(nn.Linear(3, 2, bias=False), mesh=mesh)
+        >>> run = fsdp2_value_and_grad(module, lambda module, x: module(x).sum())
+        >>> loss, grads = run(fsdp2_params(module), torch.ones(1, 3))
+        >>> grads["weight"].full_tensor()
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+        >>> dist.destroy_process_group()
 
     References:
         Y. Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, arXiv 2304.11277.

@@ -59,6 +59,14 @@ def own_shards(params: Tree, mesh: DeviceMesh) -> Tree:
     Returns:
         The tree with a `LocalShard`, in memory of its own, in place of each tensor; those without dimensions, or
         without elements, stay. What is in the tree twice is so in the result.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> own_shards({"w": torch.ones(4, 3), "step": torch.tensor(0)}, mesh)
+        {'w': shard of f32[4,3], 'step': tensor(0)}
+        >>> dist.destroy_process_group()
     """
     check_ascending(mesh)
     ranks, made = ranks_of(mesh), {}
@@ -86,6 +94,16 @@ def local_shards(params: Tree) -> Tree:
 
     Raises:
         TypeError: If a DTensor lies in another way.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> weight = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        >>> local_shards({"w": weight})
+        {'w': shard of f32[4,3]}
+        >>> dist.destroy_process_group()
     """
     made: dict[int, LocalShard] = {}
 
@@ -111,6 +129,15 @@ def as_dtensors(params: Tree, mesh: DeviceMesh) -> Tree:
 
     Returns:
         The tree with a DTensor in place of each `LocalShard`, and None where one holds None.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> weight = as_dtensors({"w": LocalShard(torch.ones(4, 3), torch.Size([4, 3]))}, mesh)["w"]
+        >>> weight.placements, weight.to_local().shape
+        ((Shard(dim=0),), torch.Size([4, 3]))
+        >>> dist.destroy_process_group()
     """
 
     def put_together(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-// Restores bf16 numbers from the native DF11 layout, many tensors in one launch; fmp/df11/layout.py draws the layout.
+// Restores bf16 numbers from the native DF11 layout, many tensors in one launch; see fmp/df11_codec/layout.py.
 //
 //   block    128 Ki numbers of one tensor: builds its table, then
 //   warp     a group of 32 chunks: a scan of their lengths says where each one starts

@@ -1,4 +1,4 @@
-// Restores bf16 numbers from the published DFloat11 layout, which fmp/df11/published/groups.py describes.
+// Restores bf16 numbers from the published DFloat11 layout, which fmp/df11_codec/published/groups.py describes.
 //
 //   block    4096 bytes of the codes: says how many of them start in each chunk, a scan where their numbers go, then
 //            decodes them once more, into shared memory, from where numbers go to memory side by side

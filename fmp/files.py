@@ -122,3 +122,8 @@ def _create(path: Path, old_mode: int | None) -> int:
         return stat.S_IMODE(os.fstat(descriptor).st_mode if old_mode is None else old_mode)
     finally:
         os.close(descriptor)
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Says whether an error is that of a host without enough memory: for torch, it is a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from fmp.df11.tensor_file import is_lack_of_memory
 from fmp.errors import DF11Error
+from fmp.files import is_lack_of_memory
 
 T = TypeVar("T")
 

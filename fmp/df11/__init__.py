@@ -6,7 +6,7 @@
     small = fmp.df11.wrap(module)                 a copy of an nn.Module that does so
     fmp.df11.save(compressed, path)               one file, with a checksum for every tensor; load(path) reads it
 
-`fmp.df11.layout` shows how a compressed tensor lies in memory, and why.
+`fmp.df11_codec.layout` shows how a compressed tensor lies in memory, and why.
 """
 
 from fmp.df11.ahead import decode_ahead as decode_ahead

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from fmp import patterns, terminal
-from fmp.df11 import codec, conversion, model_files
+from fmp.df11 import conversion, model_files
 from fmp.df11.container import WeightFile
 from fmp.df11.conversion import Converted, Inspected
 from fmp.df11.model_files import ModelFiles
+from fmp.df11_codec import codec
 from fmp.dtypes import short_name
 from fmp.folders import atomic_folder
 from fmp.terminal import DIFFERENT, OK, no_wider_than, printable, with_bar

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from fmp import _compat, tree
-from fmp.df11 import codec
 from fmp.df11.ahead import ahead_of_time
-from fmp.df11.layout import Encoded
+from fmp.df11_codec import codec
+from fmp.df11_codec.layout import Encoded
 from fmp.kernels import df11 as kernels, eligible
 
 # The parts of compressed numbers as numpy has them.
@@ -30,7 +30,7 @@ class CompressedTensor:
     A tensor that compression would make larger is kept as it is, in `raw`, and the other parts are empty.
 
     Attributes:
-        code_lengths: u8[256], the length of each exponent's code, as in `fmp.df11.layout`.
+        code_lengths: u8[256], the length of each exponent's code, as in `fmp.df11_codec.layout`.
         stream: i64[words], the codes.
         chunk_bits: i16[chunks], the number of bits in each chunk.
         group_starts: i64[groups], the position in bits at which each group starts.

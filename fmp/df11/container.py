@@ -24,6 +24,7 @@ from fmp.df11.manifest import Manifest, Record
 from fmp.df11.tensor_file import TensorFile
 from fmp.df11.writing import Weight
 from fmp.errors import DF11Error
+from fmp.files import is_lack_of_memory
 
 Tree = Any
 
@@ -230,7 +231,7 @@ class WeightFile(Mapping[str, Weight]):
             yield
         except (ValueError, RuntimeError, TypeError, OverflowError) as error:
             place = os.fspath(self.path) if name is None else f"{os.fspath(self.path)}: {name}"
-            if tensor_file.is_lack_of_memory(error):
+            if is_lack_of_memory(error):
                 raise MemoryError(place) from error
             raise DF11Error(f"{place}: {error}") from error
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from fmp import tree
-from fmp.df11 import reference, stored, tensor_file, writing
+from fmp.df11 import stored, tensor_file, writing
 from fmp.df11.container import WeightFile
 from fmp.df11.writing import Progress, Source, Weight
+from fmp.df11_codec import reference
 from fmp.errors import DF11Error
 
 Path = str | os.PathLike[str]

@@ -2,7 +2,7 @@
 
 A tensor is one sequence of bytes, filled up with zeros to a multiple of 8, in one of three forms:
 
-    huffman    stream | chunk_bits | code_lengths | sign_mantissa     the parts of `fmp.df11.layout`
+    huffman    stream | chunk_bits | code_lengths | sign_mantissa     the parts of `fmp.df11_codec.layout`
     deflate    sign_mantissa | exponents, u8, as a zlib stream
     raw        the bf16 numbers
 
@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fmp.df11 import huffman, layout
 from fmp.df11.compressed import CompressedTensor, empty
-from fmp.df11.layout import Encoded
 from fmp.df11.tensor_file import Entry
+from fmp.df11_codec import huffman, layout
+from fmp.df11_codec.layout import Encoded
 
 FORMS = ("huffman", "deflate", "raw")
 _ALIGNMENT = 8

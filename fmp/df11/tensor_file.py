@@ -194,11 +194,6 @@ def parse_json(text: bytes | str) -> Any:
         raise DF11Error(f"the header is damaged: {error}") from None
 
 
-def is_lack_of_memory(error: Exception) -> bool:
-    """Says whether an error is that of a host without enough memory: for torch, it is a RuntimeError."""
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-
-
 def is_count(value: Any) -> bool:
     """Says whether a value from JSON is a whole number that a size can be."""
     return type(value) is int and 0 <= value < 2**63

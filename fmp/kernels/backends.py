@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fmp.df11 import acceleration
+from fmp.df11_codec import acceleration
 from fmp.kernels import launch, trust
 
 # What torch does where the kernel cannot.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fmp.df11.huffman import SYMBOLS
-from fmp.df11.layout import CHUNK, GROUP
+from fmp.df11_codec.huffman import SYMBOLS
+from fmp.df11_codec.layout import CHUNK, GROUP
 from fmp.kernels.launch import launch
 from fmp.kernels.tables import upload
 
@@ -27,7 +27,7 @@ _ROW = np.dtype(
 
 
 class Parts(NamedTuple):
-    """The parts of one tensor, as `fmp.df11.layout` describes them, contiguous and on one device.
+    """The parts of one tensor, as `fmp.df11_codec.layout` describes them, contiguous and on one device.
 
     Attributes:
         code_lengths: u8[256].

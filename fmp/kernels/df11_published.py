@@ -5,10 +5,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fmp.df11.published.code import MAX_ROWS
-from fmp.df11.published.groups import Group, decode_group
-from fmp.df11.published.loops import BLOCK
-from fmp.df11.published.tables import check_tables
+from fmp.df11_codec.published.code import MAX_ROWS
+from fmp.df11_codec.published.groups import Group, decode_group
+from fmp.df11_codec.published.loops import BLOCK
+from fmp.df11_codec.published.tables import check_tables
 from fmp.kernels.launch import launch
 
 _BLOCK_BYTES, _GAP_BYTES = 8 * BLOCK, BLOCK * 5 // 8

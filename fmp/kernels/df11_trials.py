@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fmp.df11 import codec
-from fmp.df11.published.groups import encode_group
+from fmp.df11_codec import codec
+from fmp.df11_codec.published.groups import encode_group
 from fmp.kernels import df11, df11_published
 
 _BLOCK = 2**17  # numbers that a block of the native decoder restores

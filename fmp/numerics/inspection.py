@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fmp import tree
-from fmp.df11 import huffman, layout
+from fmp.df11_codec import huffman, layout
 from fmp.numerics.format_loss import FormatLoss, loss_in
 from fmp.numerics.formats import FORMATS, number_format
 

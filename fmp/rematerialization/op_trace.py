@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fmp
 from fmp import tree
 
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, fmp))
+_LIBRARIES = (str(Path(torch.__file__ or "").parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 _ON_THE_WAY = ("__torch_function__", "__torch_dispatch__")
 

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 import fmp
-from fmp.df11 import codec
+from fmp.df11_codec import codec
 from tests.bench.__main__ import RESULTS, processor
 
 Bits = npt.NDArray[np.uint16]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fmp.df11 import CompressedTensor
-from fmp.df11.published.groups import Group, encode_group
+from fmp.df11_codec.published.groups import Group, encode_group
 from fmp.kernels import df11, df11_published
 from fmp.kernels.launch import Stream
 from tests.bench.gpu_work import Work

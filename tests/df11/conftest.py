@@ -2,7 +2,7 @@
 
 import pytest
 
-from fmp.df11 import codec
+from fmp.df11_codec import codec
 from tests.df11.frozen_blocks import Decoded
 
 

@@ -1,4 +1,4 @@
-"""fmp.df11.acceleration: without numba, and with a broken one, numpy does all of its work."""
+"""fmp.df11_codec.acceleration: without numba, and with a broken one, numpy does all of its work."""
 
 import sys
 import warnings
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fmp.df11 import acceleration, codec, reference
-from fmp.df11.codec import decode, encode
-from fmp.df11.published import groups
+from fmp.df11_codec import acceleration, codec, reference
+from fmp.df11_codec.codec import decode, encode
+from fmp.df11_codec.published import groups
 
 
 @pytest.fixture(autouse=True)

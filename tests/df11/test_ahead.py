@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import fmp
-from fmp.df11 import CompressedTensor, FrozenWeight, codec, decode_ahead
+from fmp.df11 import CompressedTensor, FrozenWeight, decode_ahead
 from fmp.df11.ahead import _current
+from fmp.df11_codec import codec
 from tests.bits import same_bits
 from tests.df11.frozen_blocks import BASE, FREED, FROZEN, GRADIENTS, LORA, PLAIN, X
 

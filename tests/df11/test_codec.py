@@ -1,4 +1,4 @@
-"""fmp.df11.codec, layout, reference and numba_codec: every number comes back, and damage does no harm."""
+"""fmp.df11_codec.codec, layout, reference and numba_codec: every number comes back, and damage does no harm."""
 
 import dataclasses
 import importlib.util
@@ -14,9 +14,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from fmp.df11 import codec, layout
-from fmp.df11.codec import Backend, decode, encode
-from fmp.df11.layout import CHUNK, GROUP, Encoded
+from fmp.df11_codec import codec, layout
+from fmp.df11_codec.codec import Backend, decode, encode
+from fmp.df11_codec.layout import CHUNK, GROUP, Encoded
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
@@ -301,8 +301,8 @@ def test_another_backend_is_refused() -> None:
 
 PROGRAM = """
 import numpy as np
-from fmp.df11 import codec, huffman, numba_codec
-from fmp.df11.layout import CHUNK
+from fmp.df11_codec import codec, huffman, numba_codec
+from fmp.df11_codec.layout import CHUNK
 
 assert numba_codec.histogram.stats.cache_path is None
 # Exponent 0 has a code of one bit, and the last chunk 512 of these. Then codes of 12 bits are put there.
@@ -330,7 +330,7 @@ def test_numba_checked_and_without_a_folder_for_its_cache(tmp_path: Path) -> Non
     # A copy that cannot be written to, for a user without a home, compiled such that each index is checked.
     root = Path(codec.__file__).parents[2]
     shutil.copytree(root / "fmp", tmp_path / "fmp", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "fmp" / "df11" / "__pycache__").write_text("in the way of a folder")
+    (tmp_path / "fmp" / "df11_codec" / "__pycache__").write_text("in the way of a folder")
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     environment |= {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null", "NUMBA_BOUNDSCHECK": "1"}
     result = subprocess.run(

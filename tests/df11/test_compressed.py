@@ -18,7 +18,7 @@ import fmp
 import fmp.df11
 from fmp import tree
 from fmp.df11 import CompressedTensor, compress, decompress
-from fmp.df11.codec import encode
+from fmp.df11_codec.codec import encode
 from tests.bits import same_bits, storages
 
 EVERY_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

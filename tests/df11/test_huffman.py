@@ -1,4 +1,4 @@
-"""fmp.df11.huffman: the best lengths under a limit, canonical codes, and a table that agrees with both."""
+"""fmp.df11_codec.huffman: the best lengths under a limit, canonical codes, and a table that agrees with both."""
 
 import heapq
 from itertools import product
@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from fmp.df11.huffman import MAX_LENGTH, SYMBOLS, check_lengths, code_lengths, codes, decode_table
+from fmp.df11_codec.huffman import MAX_LENGTH, SYMBOLS, check_lengths, code_lengths, codes, decode_table
 
 COUNTS = st.lists(st.integers(0, 2**40), min_size=SYMBOLS, max_size=SYMBOLS).filter(any)
 FEW = st.dictionaries(st.integers(0, SYMBOLS - 1), st.integers(1, 2**40), min_size=1, max_size=20)

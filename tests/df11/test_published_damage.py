@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 
 from fmp.df11 import read_dfloat11, write_dfloat11
-from fmp.df11.published.groups import Group, decode_group, encode_group
 from fmp.df11.published.patterns import Patterns
+from fmp.df11_codec.published.groups import Group, decode_group, encode_group
 from tests.df11.published_oracle import gaussian, weights
 from tests.df11.test_published_groups import COMPILED, PARTS
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from fmp.df11.published import groups, loops
-from fmp.df11.published.code import build_code
-from fmp.df11.published.groups import Group, UnsupportedError, decode_group, encode_group
+from fmp.df11_codec.published import groups, loops
+from fmp.df11_codec.published.code import build_code
+from fmp.df11_codec.published.groups import Group, UnsupportedError, decode_group, encode_group
 from tests.df11.published_oracle import gaussian, huffman, kernel, weights
 
 SAMPLE = Path(__file__).parent.parent / "data" / "df11_sample"

@@ -9,7 +9,7 @@ import torch
 
 import fmp
 from fmp.df11 import CompressedTensor
-from fmp.df11.published.groups import encode_group
+from fmp.df11_codec.published.groups import encode_group
 from fmp.kernels import df11, df11_published, launch, multi_tensor
 from tests.df11.published_oracle import gaussian
 from tests.gpu.steps import make_batch, make_params, make_step

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import fmp
-from fmp.df11 import CompressedTensor, codec
-from fmp.df11.published.groups import encode_group
+from fmp.df11 import CompressedTensor
+from fmp.df11_codec import codec
+from fmp.df11_codec.published.groups import encode_group
 from fmp.kernels import df11, df11_published
 from tests.bits import same_bits
 from tests.df11.published_oracle import gaussian

@@ -11,7 +11,7 @@ import torch
 
 import fmp
 from fmp.df11 import CompressedTensor
-from fmp.df11.published.groups import encode_group
+from fmp.df11_codec.published.groups import encode_group
 from tests.bits import same_bits
 from tests.df11.published_oracle import gaussian
 from tests.gpu.registered import Registered, kernels_on

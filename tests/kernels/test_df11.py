@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 import fmp
 from fmp import tree
-from fmp.df11 import CompressedTensor, codec
+from fmp.df11 import CompressedTensor
+from fmp.df11_codec import codec
 from fmp.kernels import df11, eligible, launch, nvrtc, trust
 from tests.bits import same_bits
 from tests.cuda_executor import SCHEDULES, LaunchError, Module

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 
 from fmp.df11 import read_dfloat11, write_dfloat11
-from fmp.df11.published.groups import Group, decode_group, encode_group
+from fmp.df11_codec.published.groups import Group, decode_group, encode_group
 from fmp.errors import DF11Error
 from fmp.kernels import df11_published, eligible, launch, nvrtc, trust
 from tests.bits import same_bits

@@ -13,7 +13,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"the fuzzer needs atheris, which has wheels for Linux: pip install atheris ({error})") from None
 
 # What numba compiles must stay as it is.
-with atheris.instrument_imports(include=["fmp.df11"], exclude=["fmp.df11.numba_codec", "fmp.df11.published.loops"]):
+with atheris.instrument_imports(
+    include=["fmp.df11", "fmp.df11_codec"], exclude=["fmp.df11_codec.numba_codec", "fmp.df11_codec.published.loops"]
+):
     from tests.soak import df11_targets
 
 if __name__ == "__main__":

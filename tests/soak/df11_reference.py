@@ -1,7 +1,7 @@
 """Readers of both DF11 formats written out once more, bit by bit: what the code under test must agree with.
 
-They know the formats from their descriptions, `fmp.df11.layout`, `fmp.df11.stored`, `fmp.df11.manifest` and
-`fmp.df11.published.groups`, and share no code with them. `Refused` is raised for what they cannot read.
+They know the formats from their descriptions, `fmp.df11_codec.layout`, `fmp.df11.stored`, `fmp.df11.manifest` and
+`fmp.df11_codec.published.groups`, and share no code with them. `Refused` is raised for what they cannot read.
 """
 
 import json

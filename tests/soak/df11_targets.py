@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from fmp import df11
-from fmp.df11 import codec, layout, manifest, stored, tensor_file
-from fmp.df11.layout import Encoded
-from fmp.df11.published.groups import Group, decode_group, encode_group
+from fmp.df11 import manifest, stored, tensor_file
 from fmp.df11.published.matcher import Matcher, PatternError
 from fmp.df11.published.patterns import PARTS, read_config
+from fmp.df11_codec import codec, layout
+from fmp.df11_codec.layout import Encoded
+from fmp.df11_codec.published.groups import Group, decode_group, encode_group
 from fmp.errors import DF11Error
 from tests.soak import df11_reference as reference
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fmp.df11.published.loops import BLOCK
 from fmp.df11.published.matcher import Matcher, PatternError
+from fmp.df11_codec.published.loops import BLOCK
 
 PARTS = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")
 VERSION = "0.5.0"

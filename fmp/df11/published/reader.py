@@ -14,8 +14,8 @@ import safetensors
 import torch
 from torch import nn
 
-from fmp.df11.published.groups import Group, decode_group, in_parallel
 from fmp.df11.published.patterns import PARTS, Patterns, joined, read_config
+from fmp.df11_codec.published.groups import Group, decode_group, in_parallel
 from fmp.errors import DF11Error
 from fmp.kernels import df11_published, eligible
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from fmp import _compat, tree
 from fmp.df11.compressed import CompressedTensor
-from fmp.df11.published.groups import UnsupportedError, encode_group, in_parallel
 from fmp.df11.published.patterns import PARTS, Patterns, config_text, joined
+from fmp.df11_codec.published.groups import UnsupportedError, encode_group, in_parallel
 from fmp.files import atomic_write
 from fmp.folders import atomic_folder
 

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from fmp.df11.published.code import FIRST_POINTER, MAX_LENGTH, MAX_ROWS
+from fmp.df11_codec.published.code import FIRST_POINTER, MAX_LENGTH, MAX_ROWS
 
 _WINDOW = 12
 

@@ -6,8 +6,8 @@ Each works on a run of consecutive chunks, a million numbers or so, and keeps no
 import numpy as np
 import numpy.typing as npt
 
-from fmp.df11.huffman import MAX_LENGTH, SYMBOLS
-from fmp.df11.layout import CHUNK, WORD_BITS
+from fmp.df11_codec.huffman import MAX_LENGTH, SYMBOLS
+from fmp.df11_codec.layout import CHUNK, WORD_BITS
 
 _ONE, _WORD_BITS = np.uint64(1), np.uint64(WORD_BITS)
 _WINDOW = np.uint64(2**MAX_LENGTH - 1)

@@ -1,4 +1,4 @@
-"""The three loops over all numbers, compiled by numba: the same results as `fmp.df11.reference`, one core per run.
+"""The three loops over all numbers, compiled by numba: the results of `fmp.df11_codec.reference`, one core per run.
 
 The loops release the interpreter's lock, so that threads can work on several runs at once. To decode, one look-up
 yields up to four exponents:
@@ -14,8 +14,8 @@ too, as the compiler then does not make one store of four bytes.)
 import numpy as np
 import numpy.typing as npt
 
-from fmp.df11.acceleration import compiled
-from fmp.df11.layout import CHUNK
+from fmp.df11_codec.acceleration import compiled
+from fmp.df11_codec.layout import CHUNK
 
 # In numba, a signed and an unsigned number of 64 bits make a float.
 _U = np.uint64

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fmp.df11 import acceleration
-from fmp.df11.published import loops, vectorized
-from fmp.df11.published.code import build_code
-from fmp.df11.published.tables import check_tables, one_step_table
+from fmp.df11_codec import acceleration
+from fmp.df11_codec.published import loops, vectorized
+from fmp.df11_codec.published.code import build_code
+from fmp.df11_codec.published.tables import check_tables, one_step_table
 
 T = TypeVar("T")
 R = TypeVar("R")

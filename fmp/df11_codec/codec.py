@@ -18,8 +18,8 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fmp.df11 import acceleration, huffman, layout, reference
-from fmp.df11.layout import CHUNK, GROUP, WORD_BITS, Encoded
+from fmp.df11_codec import acceleration, huffman, layout, reference
+from fmp.df11_codec.layout import CHUNK, GROUP, WORD_BITS, Encoded
 
 T = TypeVar("T")
 Backend = Literal["numba", "numpy"]
@@ -125,7 +125,7 @@ def _kernels(backend: Backend) -> ModuleType:
     if backend not in ("numba", "numpy"):
         raise ValueError(f"backend must be 'numba' or 'numpy', got {backend!r}")
     # Loaded on first use: numba takes longer to load than all of fmp.
-    return reference if backend == "numpy" else importlib.import_module("fmp.df11.numba_codec")
+    return reference if backend == "numpy" else importlib.import_module("fmp.df11_codec.numba_codec")
 
 
 def _places(index: int) -> tuple[slice, slice]:

@@ -40,7 +40,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from fmp.df11 import huffman
+from fmp.df11_codec import huffman
 
 CHUNK = 512
 GROUP = 32

@@ -7,8 +7,8 @@ chunks of a run at once: each chunk's first code is known from the gaps, and the
 import numpy as np
 import numpy.typing as npt
 
-from fmp.df11.published.loops import BLOCK, INVALID_CODE, WRONG_GAP, WRONG_POSITION
-from fmp.df11.published.tables import walk
+from fmp.df11_codec.published.loops import BLOCK, INVALID_CODE, WRONG_GAP, WRONG_POSITION
+from fmp.df11_codec.published.tables import walk
 
 _RUN = 1 << 16
 _CHUNKS = 1 << 13

@@ -1,0 +1,1 @@
+"""The groups of weights of the published DFloat11 format: their code, their tables and their streams."""

@@ -4,6 +4,9 @@ A train step is a pure function `(state, batch) -> (state, metrics)` over pytree
 global, nothing is mutated.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fmp import (
     checkpoint as checkpoint,
     df11 as df11,
@@ -51,6 +54,9 @@ from fmp.step import (
 )
 from fmp.tree import cast as cast, select as select
 
+if TYPE_CHECKING:
+    from fmp import compat as compat, distributed as distributed, testing as testing
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -96,3 +102,16 @@ __all__ = [
     "tree",
     "value_and_grad",
 ]
+
+# What not everyone needs, and takes long to load or needs a package that is not installed everywhere.
+_ON_FIRST_USE = ("compat", "distributed", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        return importlib.import_module(f"fmp.{name}")
+    raise AttributeError(f"module 'fmp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})

@@ -87,12 +87,12 @@ def autograd_marks(value: Tree) -> dict[str, tuple[bool, Tree]]:
     }
 
 
-def assert_same_kind(found: Tree, expected: Tree, what: str) -> None:
-    """Raises `Broken` unless two trees have the same structure, shapes and dtypes."""
+def assert_same_kind(found: Tree, expected: Tree, what: str, *, reason: str = "") -> None:
+    """Raises `Broken` unless two trees have the same structure, shapes and dtypes; the reason ends the message."""
     _assert_same_structure(found, expected, what)
     for (path, new), old in zip(tree.items(found), tree.leaves(expected), strict=True):
         if _kind(new) != _kind(old):
-            raise Broken(f"{what} is {_kind(new)}, expected {_kind(old)}", path)
+            raise Broken(f"{what} is {_kind(new)}, expected {_kind(old)}{reason}", path)
 
 
 def assert_same_bits(found: Tree, expected: Tree, what: str) -> None:

@@ -1,14 +1,19 @@
 """How a check runs its laws: functions whose name is the invariant's, and whose docstring says what it means."""
 
 import inspect
+import linecache
+import os
+import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
+import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
 from fmp.testing.global_state import restored
+from fmp.user_line import LIBRARIES, is_of_mode
 
 T = TypeVar("T")
 Law = Callable[[Any], None]
@@ -54,6 +59,11 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, got {count!r}")
 
 
+_NOT_OWN = (*LIBRARIES, os.path.dirname(hypothesis.__file__) + os.sep, "<")
+_ABOUT_BRANCHES = (
+    "\nPython cannot branch on the values of tensors that are mapped over or traced; choose by torch.where, which "
+    "takes both branches."
+)
 _ABOUT_NONE = (
     "\nA leaf of the gradients is None where there is none, one of the parameters and their moments where nothing is "
     "trained. fmp.tree.map passes it like any leaf; return None for it."
@@ -85,9 +95,21 @@ def run_laws(check: str, laws: Sequence[Law], case: Any, *, only: Collection[str
             with restored():  # so that what one law has seen changed is not hidden from the next
                 law(case)
         except Exception as error:
-            found = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
+            found = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}{_raised_at(error)}"
             advice = _ABOUT_NONE if "NoneType" in found else ""
+            advice += _ABOUT_BRANCHES if "data-dependent control flow" in found else ""
             raise AssertionError(f"{check}: {name} is broken. {known[name]}\n{found}{advice}") from error
+
+
+def _raised_at(error: Exception) -> str:
+    """Names the innermost line that is neither fmp's nor a library's: the part under test, if it was at work."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(code, line) for code, line in frames if not code.co_filename.startswith(_NOT_OWN) and not is_of_mode(code)]
+    if not own:
+        return ""
+    code, line = own[-1]
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"\nat {code.co_filename}:{line} in {code.co_name}: {text}"
 
 
 def for_all(strategy: SearchStrategy[T], law: Callable[[T], None], *, examples: int) -> None:

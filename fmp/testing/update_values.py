@@ -14,6 +14,10 @@ from fmp.testing.optimizer_case import Case
 Tree = Any
 
 _EMPTY: tuple[Tree, ...] = ({}, (), (None,), {"a": {}, "b": None})
+_AS_INIT_MADE_IT = (
+    ", as init made it; the state keeps one dtype, the parameter's or float32, whichever is wider: make it so in init, "
+    "and cast to it in update"
+)
 _EPS = torch.finfo(torch.float32).eps
 
 
@@ -25,7 +29,8 @@ def state_keeps_structure_and_dtypes(case: Case) -> None:
             first, state = case.tx.init(params), case.tx.init(params)
             for _ in range(3):
                 updates, state = case.tx.update(case.grads(params, grad_dtype), state, params)
-                assert_same_kind(state, first, f"the state for {short_name(dtype)} parameters")
+                what = f"the state of {short_name(dtype)} parameters after gradients in {short_name(grad_dtype)}"
+                assert_same_kind(state, first, what, reason=_AS_INIT_MADE_IT)
                 new = apply_updates(params, updates)
                 assert_same_kind(new, params, "the parameter after the update")
                 params = new

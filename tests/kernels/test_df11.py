@@ -105,16 +105,23 @@ def test_several_blocks_of_one_tensor(module):
     assert same_bits(out, tensor)
 
 
-@pytest.mark.parametrize("shift", [1, 3, 8])
-def test_parts_that_begin_anywhere(checked, shift):
+def test_whole_groups(checked):
+    tensor = weights(2 * 32 * 512)
+    out = torch.zeros_like(tensor)
+    assert decode(checked, [CompressedTensor.compress(tensor)], [out]) == [False]
+    assert same_bits(out, tensor)
+
+
+@pytest.mark.parametrize(("shift", "out_shift"), [(1, 1), (3, 3), (8, 8), (15, 0), (0, 7)])
+def test_parts_that_begin_anywhere(checked, shift, out_shift):
     """Where sixteen bytes at once are not possible, as for what is mapped from a file."""
     tensor = weights(2000)
     node = CompressedTensor.compress(tensor)
     moved = torch.cat([torch.zeros(shift, dtype=torch.uint8), node.sign_mantissa])[shift:]
-    out = torch.zeros(2000 + shift, dtype=torch.bfloat16)
-    assert decode(checked, [node_with(node, sign_mantissa=moved)], [out[shift:]]) == [False]
-    assert same_bits(out[shift:], tensor)
-    assert not out[:shift].any()
+    out = torch.zeros(2000 + out_shift, dtype=torch.bfloat16)
+    assert decode(checked, [node_with(node, sign_mantissa=moved)], [out[out_shift:]]) == [False]
+    assert same_bits(out[out_shift:], tensor)
+    assert not out[:out_shift].any()
 
 
 def node_with(node: CompressedTensor, **changed: torch.Tensor) -> CompressedTensor:

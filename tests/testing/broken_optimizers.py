@@ -30,6 +30,10 @@ def narrow_moments():
     return changed(init=lambda state, params: tree.cast(state, torch.bfloat16))
 
 
+def moments_as_parameters():
+    return changed(init=lambda state, params: tree.replace(state, momentum=each(torch.zeros_like)(params)))
+
+
 def widening():
     return changed(lambda updates, state, *given: (updates, tree.cast(state, torch.float64)))
 

@@ -1,4 +1,5 @@
 import inspect
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.testing.broken_optimizers import (
     host_bound,
     in_place,
     in_place_on_half,
+    moments_as_parameters,
     narrow_moments,
     narrow_updates,
     needs_a_leaf,
@@ -49,7 +51,12 @@ BROKEN = [
     (
         "state_keeps_structure_and_dtypes",
         widening,
-        "at momentum/empty: the state for f16 parameters is f64[0,2], expected",
+        "at momentum/empty: the state of f16 parameters after gradients in f32 is f64[0,2], expected",
+    ),
+    (
+        "state_keeps_structure_and_dtypes",
+        moments_as_parameters,
+        "at momentum/empty: the state of f16 parameters after gradients in f32 is f32[0,2], expected f16[0,2], as init",
     ),
     ("updates_are_wide", narrow_updates, "at empty: the update of f16[0,2] is bf16[0,2]"),
     ("updates_are_wide", scalar_updates, "at empty: the update of f16[0,2] is f32[]"),
@@ -97,6 +104,14 @@ def test_each_broken_optimizer_is_found(name, make, message):
     assert message in str(caught.value)
     with pytest.raises(AssertionError, match="check_optimizer: "):
         check_optimizer(make(), examples=10)
+
+
+def test_what_the_optimizer_raises_is_shown_with_its_line_and_advice():
+    with pytest.raises(AssertionError) as caught:
+        check_optimizer(host_bound(), examples=5, invariants=["members_under_vmap_equal_a_loop"])
+    message = str(caught.value)
+    assert re.search(r"\nat \S+broken_optimizers\.py:\d+ in \S+: .*if ", message)
+    assert message.endswith("choose by torch.where, which takes both branches.")
 
 
 def test_every_exception_of_a_row_has_its_option():

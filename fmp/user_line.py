@@ -32,8 +32,8 @@ def user_line() -> str:
     Example:
         >>> def block():
         ...     return user_line()
-        >>> block().partition(" ")[2]
-        'in block'
+        >>> block().endswith(":2 in block")
+        True
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -12,7 +12,7 @@ import torch
 from torch._C import _autograd
 
 from tests.promotion import StrictPromotion, compile_unwatched
-from tests.slow import is_slow
+from tests.slow import COLLECTED, is_slow
 
 _hooks: Any = _autograd
 torch.set_num_threads(1)
@@ -31,7 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*Function.*should not be instantiated:DeprecationWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = [item.nodeid for item in items]  # before options leave out any
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)

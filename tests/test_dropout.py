@@ -382,6 +382,7 @@ def test_dropout_inside_recurrent_layers_is_refused(layer: Any, name: str) -> No
 
 def test_every_random_function_is_seeded_or_refused() -> None:
     """Asks torch itself which of its operations draw."""
+    # The mode's own table, since nobody says what arguments to call each of them with.
     known = set(dropout._HANDLERS)
     aten = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     missing, drawing = [], 0

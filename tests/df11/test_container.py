@@ -227,36 +227,53 @@ def test_names_that_nearly_clash(tmp_path: Path) -> None:
         assert repr(file) == f"WeightFile({str(tmp_path / 'w')!r}, 4 tensors)"
 
 
+def packed(form: str, node: df11.CompressedTensor, bits: Any, level: int = 6) -> tuple[str, list[Any]]:
+    """Packs a tensor in a form of the test's choice, as the format is described in `fmp.df11.stored`."""
+    pieces = [part.numpy() for part in (node.stream, node.chunk_bits, node.code_lengths, node.sign_mantissa)]
+    if form == "deflate":
+        exponents = zlib.compress((bits >> 7).astype(np.uint8).tobytes(), level)
+        pieces = [node.sign_mantissa.numpy(), np.frombuffer(exponents, np.uint8)]
+    return form, [*pieces, np.zeros(-sum(piece.nbytes for piece in pieces) % 8, np.uint8)]
+
+
 @pytest.mark.parametrize("level", [0, 1, 9])
 def test_whatever_level_deflated_a_tensor_it_is_read(
     level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = {"w": torch.linspace(-1, 1, 40).bfloat16().repeat(80)}
     df11.save(df11.compress(weights, min_numel=0), tmp_path / "w")
-    monkeypatch.setattr(stored, "_deflated", lambda bits, limit: deflated(bits, level))
+    monkeypatch.setattr(stored, "pack", lambda node, bits: packed("deflate", node, bits, level))
     df11.save(df11.compress(weights, min_numel=0), tmp_path / "other")
     assert (tmp_path / "w").read_bytes() != (tmp_path / "other").read_bytes()
     assert same_bits(df11.load(tmp_path / "other", decompress=True), weights)
 
 
-def deflated(bits: Any, level: int) -> Any:
-    return np.frombuffer(zlib.compress((bits >> 7).astype(np.uint8).tobytes(), level), np.uint8)
+def test_deflating_can_be_interrupted_and_is_not_tried_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
 
+    class Deflater:
+        def __init__(self, level: int):
+            self._own = compressobj(level)
 
-def test_deflating_can_be_interrupted_and_ends_where_it_is_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    bits = normal(5000).view(torch.int16).numpy().view(np.uint16)
-    whole = stored._deflated(bits, 10000)
-    pieces: list[int] = []
-    original = stored._exponents
-    monkeypatch.setattr(stored, "_exponents", lambda piece: pieces.append(len(piece)) or original(piece))
-    monkeypatch.setattr(stored, "_PIECE", 1000)
-    found = stored._deflated(bits, 10000)
-    assert pieces == [1000] * 5
-    assert found is not None
-    assert whole is not None
-    assert zlib.decompress(found.data) == zlib.decompress(whole.data) == original(bits).tobytes()
-    assert stored._deflated(bits, 2) is None
-    assert len(pieces) == 6
+        def compress(self, data: Any) -> bytes:
+            given.append(len(data))
+            return self._own.compress(data)
+
+        def flush(self) -> bytes:
+            return self._own.flush()
+
+    compress, compressobj = zlib.compress, zlib.compressobj
+    monkeypatch.setattr(zlib, "compress", lambda data: given.append(len(data)) or compress(data))
+    monkeypatch.setattr(zlib, "compressobj", Deflater)
+    df11.save(df11.compress({"w": normal(1024, 1024)}), tmp_path / "normal")
+    assert sum(given) < 2**16
+    given.clear()
+    repeated = {"w": normal(16, 512).repeat(300, 1)}
+    df11.save(df11.compress(repeated), tmp_path / "repeated")
+    assert sum(given) > repeated["w"].numel() > 2 * max(given)
+    with df11.open(tmp_path / "normal") as one, df11.open(tmp_path / "repeated") as other:
+        assert (one.records["w"].form, other.records["w"].form) == ("huffman", "deflate")
+    assert same_bits(df11.load(tmp_path / "repeated", decompress=True), repeated)
 
 
 def test_a_file_cannot_be_read_inside_of_a_transform(tmp_path: Path) -> None:

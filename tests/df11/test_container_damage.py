@@ -13,14 +13,16 @@ from fmp import df11
 from fmp.df11 import manifest, stored, tensor_file
 from fmp.errors import DF11Error
 from tests.bits import same_bits
-from tests.df11.test_container import normal, small_tree
+from tests.df11.test_container import normal, packed, small_tree
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Tensors as small as here are deflated, as a code needs 256 bytes for its lengths; not so the one for the code.
-    deflated = stored._deflated
-    monkeypatch.setattr(stored, "_deflated", lambda bits, limit: deflated(bits, limit) if bits.size == 320 else None)
+    pack = stored.pack
+    monkeypatch.setattr(
+        stored, "pack", lambda node, bits: packed("huffman", node, bits) if bits.size == 600 else pack(node, bits)
+    )
     df11.save(small_tree(), tmp_path / "small")
     return tmp_path / "small"
 

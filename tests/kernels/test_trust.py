@@ -2,7 +2,6 @@
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from tests.kernels.harness import folder, needs_executor
 from tests.kernels.on_executor import kernels_on_cpu
 
 pytestmark = needs_executor
-CPU = torch.device("cpu")
-backends: Any = import_module("fmp.kernels.backends")  # a function has its name
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -147,11 +145,11 @@ def test_what_is_around_the_caller_changes_nothing(untried):
     assert fmp.autocast(lambda: trust.agrees("scale", CPU), policy)()
 
 
-def test_while_a_graph_is_captured_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(trust, "_verdicts", {})
+def test_while_a_graph_is_captured_nothing_is_tried(untried, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not trust.agrees("scale", torch.device("cuda", 0))
-    assert trust._verdicts == {}
+    assert not trust.agrees("scale", GPU)
+    assert untried == []
+    assert trust.found("scale") == {}
 
 
 def test_threads_try_a_kernel_once(untried):
@@ -163,21 +161,48 @@ def test_threads_try_a_kernel_once(untried):
     assert len(untried) == once
 
 
-def test_backends_say_what_trials_have_found(monkeypatch):
+@pytest.fixture
+def card(untried, monkeypatch):
+    """A GPU on which trials end as the test says: with a result, or an error."""
+    results: dict[str, Any] = {}
+
+    def trial(kernel: str) -> bool:
+        if isinstance(results[kernel], Exception):
+            raise results[kernel]
+        return results[kernel]
+
+    for kernel in trials.TRIALS:
+        monkeypatch.setitem(trials.TRIALS, kernel, lambda device, kernel=kernel: trial(kernel))
     monkeypatch.setattr(launch, "missing", lambda device="cuda": None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a fine card")
-    gpu = torch.device("cuda", 0)
-    verdicts = {"adam_remainder": "returns wrong numbers", "sgd": None, "df11": "cannot run (NvrtcError: sm_70)"}
-    monkeypatch.setattr(trust, "_verdicts", {(name, gpu): verdict for name, verdict in verdicts.items()})
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:the kernel:RuntimeWarning", "ignore:.*CUDA is not available:UserWarning")
+def test_backends_say_what_trials_have_found(card):
+    card |= {"adam_remainder": False, "sgd": True, "df11": RuntimeError("sm_70")}
+    assert [trust.agrees(kernel, GPU) for kernel in card] == [False, True, False]
     found = fmp.kernels.backends()
     assert found["adam with a remainder on cuda"] == ("torch", "the kernel returns wrong numbers on cuda:0")
     assert found["adam on cuda"] == ("cuda", "for a fine card; tried before its first use")
     assert found["sgd on cuda"] == ("cuda", "compiled for a fine card, and tried")
     assert found["df11 on cuda"].name == found["df11 on cpu"].name
-    assert found["df11 on cuda"].why == "on the host, with copies: the kernel cannot run (NvrtcError: sm_70) on cuda:0"
+    assert (
+        found["df11 on cuda"].why == "on the host, with copies: the kernel cannot run (RuntimeError: sm_70) on cuda:0"
+    )
     assert found["published df11 on cuda"].name == "cuda"
     assert found["loss scale on cpu"].name == "torch"
-    assert {f"{work} on cuda" for work in (*backends._WORK, *backends._DECODING)} == {
-        work for work in found if work.endswith("cuda")
-    }
-    assert {*backends._WORK.values(), *backends._DECODING.values()} == {*trials.TRIALS}
+
+
+@pytest.mark.filterwarnings("ignore:the kernel:RuntimeWarning", "ignore:.*CUDA is not available:UserWarning")
+def test_each_kernel_does_one_piece_of_work_on_a_gpu(card):
+    works = {work for work, backend in fmp.kernels.backends().items() if backend.name == "cuda"}
+    assert works == {work for work in fmp.kernels.backends() if work.endswith("cuda")}
+    for kernel in trials.TRIALS:
+        card[kernel] = False
+        assert not trust.agrees(kernel, GPU)
+        left = {work for work, backend in fmp.kernels.backends().items() if backend.name == "cuda"}
+        assert len(works - left) == 1, kernel
+        works = left
+    assert works == set()

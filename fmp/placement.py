@@ -3,24 +3,25 @@
 A step computes with plain tensors: this process's parts of the parameters and of what is kept beside them, and its part
 of the batch. What it takes from other processes, and what it shares with them, goes through here:
 
-    params, forms = opened(state.params)
-    loss, grads   = value_and_grad(loss_fn)(gather(params, forms), batch)
-    grads         = reduce(grads, forms)                  # the mean over the batches of all
-    loss, flags   = totals(...)                           # the same everywhere
-    state         = closed(update(...), forms)
+    params, wholes = opened(state.params)
+    loss, grads    = value_and_grad(loss_fn)(gather(params, wholes), batch)
+    grads          = reduce(grads, wholes)                # the mean over the batches of all
+    loss, flags    = totals(...)                          # the same everywhere
+    state          = closed(update(...), wholes)
 
 `fmp.distributed.Layout` answers for many processes. In a single one everything is as it is.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from fmp import reductions, tree
 
 Tree = Any
+T = TypeVar("T")
 Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 Tensor = torch.Tensor
 
@@ -29,8 +30,8 @@ Tensor = torch.Tensor
 class Placement(Protocol):
     """What a train step asks of the place where its state lies.
 
-    A tree of parts has a plain tensor for each leaf: the part of it that this process holds. Its forms say of each part
-    in which place of which tensor it lies; `opened` makes both, and they mean nothing to the step.
+    A tree of parts has a plain tensor for each leaf: the part of it that this process holds. A tree of wholes says what
+    each is a part of. `opened` makes the parts and their wholes; the step only hands the wholes on.
     """
 
     @property
@@ -47,15 +48,19 @@ class Placement(Protocol):
         """Raises a `ValueError` unless all processes have the same values."""
         ...
 
+    def together(self, work: Callable[[], T]) -> T:
+        """Does a piece of work without the other processes, and raises in all of them if it raises in one."""
+        ...
+
     def place(self, values: Tree) -> Tree:
         """Copies what every process has in full to where it shall lie."""
         ...
 
     def opened(self, values: Tree) -> tuple[Tree, Tree]:
-        """Takes the parts out of a placed tree, without a copy, and describes their forms."""
+        """Takes the parts out of a placed tree, without a copy, and describes their wholes."""
         ...
 
-    def closed(self, parts: Tree, forms: Tree) -> Tree:
+    def closed(self, parts: Tree, wholes: Tree) -> Tree:
         """Makes a placed tree of parts."""
         ...
 
@@ -63,11 +68,11 @@ class Placement(Protocol):
         """Makes the state of an optimizer for placed parameters."""
         ...
 
-    def offsets(self, forms: Tree) -> Tree:
+    def offsets(self, wholes: Tree) -> Tree:
         """Says at which flat index of the whole tensor each part begins; None if all begin at 0."""
         ...
 
-    def gather(self, params: Tree, forms: Tree) -> Tree:
+    def gather(self, params: Tree, wholes: Tree) -> Tree:
         """Makes of parts what the loss sees."""
         ...
 
@@ -75,11 +80,11 @@ class Placement(Protocol):
         """Lets random numbers be drawn for this process's part of the batch."""
         ...
 
-    def reduce(self, grads: Tree, forms: Tree) -> Tree:
+    def reduce(self, grads: Tree, wholes: Tree) -> Tree:
         """Averages gradients by what `gather` made over all processes, in float32 or wider, and returns the parts."""
         ...
 
-    def measure(self, grads: Tree, forms: Tree) -> tuple[Tensor, Tensor]:
+    def measure(self, grads: Tree, wholes: Tree) -> tuple[Tensor, Tensor]:
         """Returns this process's share, f64[], of the sum of squares, and whether its parts are finite, bool[]."""
         ...
 
@@ -97,7 +102,7 @@ class Placement(Protocol):
         grads: Tree,
         state: Tree,
         params: Tree,
-        forms: tuple[Tree, Tree],
+        wholes: tuple[Tree, Tree],
     ) -> tuple[Tree, Tree]:
         """Runs the `update` of an optimizer, in which entries may depend on others, on parts.
 
@@ -106,63 +111,67 @@ class Placement(Protocol):
             grads: The gradients.
             state: The optimizer's state.
             params: The parameters.
-            forms: Those of the parameters, and those of the state.
+            wholes: Those of the parameters, and those of the state.
         """
         ...
 
 
 class Single:
-    """A process of its own, with the whole state and the whole batch."""
+    """A process of its own: its parts are the wholes, so nothing is exchanged. `Placement` says what each method is."""
 
     is_shared = False
     reduces_in_loss = False
 
     def check_alike(self, values: Tree) -> None:
-        """Has nobody to compare with."""
+        """Passes: there is no other process to differ from."""
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Does the work: there is no other process to tell."""
+        return work()
 
     def place(self, values: Tree) -> Tree:
-        """Copies."""
+        """Copies, since the state that is made must share no memory with what the user gave."""
         return tree.map(lambda leaf: None if leaf is None else leaf.to(leaf.device, copy=True), values)
 
     def opened(self, values: Tree) -> tuple[Tree, Tree]:
-        """Returns the values as they are."""
+        """Returns the values, which are the parts, and None: each part is its own whole."""
         return values, None
 
-    def closed(self, parts: Tree, forms: Tree) -> Tree:
-        """Returns the values as they are."""
+    def closed(self, parts: Tree, wholes: Tree) -> Tree:
+        """Returns the parts, which are plain tensors in the state as well."""
         return parts
 
     def initial(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
-        """Calls the function."""
+        """Calls the function on plain tensors, which is all that an optimizer knows of."""
         return init(params)
 
-    def offsets(self, forms: Tree) -> Tree:
-        """Returns None: every tensor is whole."""
+    def offsets(self, wholes: Tree) -> Tree:
+        """Returns None: every part begins where its whole does."""
         return None
 
-    def gather(self, params: Tree, forms: Tree) -> Tree:
-        """Returns the parameters as they are."""
+    def gather(self, params: Tree, wholes: Tree) -> Tree:
+        """Returns the parameters, which the loss can see as they are."""
         return params
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """Changes nothing."""
+        """Changes nothing: the batch of this process is the whole batch."""
         return nullcontext()
 
-    def reduce(self, grads: Tree, forms: Tree) -> Tree:
-        """Returns the gradients as they are."""
+    def reduce(self, grads: Tree, wholes: Tree) -> Tree:
+        """Returns the gradients: those of the whole batch are their own mean."""
         return grads
 
-    def measure(self, grads: Tree, forms: Tree) -> tuple[Tensor, Tensor]:
-        """Returns the sum of squares, and whether all is finite."""
+    def measure(self, grads: Tree, wholes: Tree) -> tuple[Tensor, Tensor]:
+        """Returns the whole sum of squares, as this process has the only share of it."""
         norm, finite = reductions.measure(grads)
         return norm.to(torch.float64).square(), finite
 
     def totals(self, sums: Sequence[Tensor], means: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the tensors as they are."""
+        """Returns the tensors: there is nothing to add."""
         return list(sums), list(means)
 
     def concatenated(self, tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
-        """Returns the tensors as they are."""
+        """Returns the tensors: there is nothing to put behind them."""
         return list(tensors)
 
     def transform(
@@ -171,7 +180,7 @@ class Single:
         grads: Tree,
         state: Tree,
         params: Tree,
-        forms: tuple[Tree, Tree],
+        wholes: tuple[Tree, Tree],
     ) -> tuple[Tree, Tree]:
-        """Calls the function."""
+        """Calls the function: every entry that another depends on is here."""
         return update(grads, state, params)

@@ -966,6 +966,7 @@ def test_buffers_must_come_back(loss_fn, message):
         ({"w": 1.0}, {}, TypeError, r"params: leaf 'w' is 1.0; a state holds tensors only"),
         ({"a": [torch.ones(1), "x"]}, {}, TypeError, r"leaf 'a/1' is 'x'"),
         (nn.Linear(1, 1), {}, TypeError, "params is an nn.Module"),
+        (fmp.functionalize(nn.Linear(1, 1)), {}, TypeError, r"params is a fmp.Model; .* step.init\(model.params"),
         ({"w": torch.ones(1)}, {"buffers": {"n": 1}}, TypeError, r"buffers: leaf 'n' is 1"),
         (
             {"w": torch.ones(1)},

@@ -34,21 +34,21 @@ def init(param: Tensor, source: Tensor) -> Tensor:
     A source half way above an even parameter comes out one unit in the last place too small, since only rounding to
     even makes this parameter of it; `split` makes both and is exact.
     """
-    distance = _bits(source.to(torch.float32)) - (_high(param) << 16)
+    distance = _bits(source.to(torch.float32)) - _shifted_up(_high(param))
     return torch.where(param.isnan(), 0, distance.clamp(-0x8000, 0x7FFF)).to(torch.int16)
 
 
 def merge(param: Tensor, rest: Tensor) -> Tensor:
     """Puts the two halves together; gradients pass to the parameter as if the rest were a constant."""
-    bits = (_high(param) << 16) + rest.to(torch.int32)
+    bits = _shifted_up(_high(param)) + rest.to(torch.int32)
     return straight_through(bits.view(torch.float32), param.to(torch.float32))
 
 
 def split(full: Tensor, dtype: torch.dtype, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rounds half up and keeps the difference; gradients pass to the parameter as by a cast."""
     bits = _bits(full)
-    high = (bits + 0x8000) >> 16
-    rest = (bits - (high << 16)).to(torch.int16)
+    high = torch.bitwise_right_shift(bits + 0x8000, 16)
+    rest = (bits - _shifted_up(high)).to(torch.int16)
     param = high.to(torch.int16).view(torch.bfloat16)
     return straight_through(param, full.to(torch.bfloat16)), rest
 
@@ -56,6 +56,11 @@ def split(full: Tensor, dtype: torch.dtype, seed: Tensor | None) -> tuple[Tensor
 def _bits(full: Tensor) -> Tensor:
     # The payload of a NaN may round to inf, or run over into the sign.
     return torch.where(full.isnan(), _QUIET_NAN, full.detach().view(torch.int32))
+
+
+def _shifted_up(high: Tensor) -> Tensor:
+    # Not by `<<`: of a DTensor torch takes that as well, but shifts by nothing, and so it does with `>>`.
+    return torch.bitwise_left_shift(high, 16)
 
 
 def _high(param: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from fmp import random
 from fmp.master.form import Form
 from fmp.master.rounding import overflow, spacing, straight_through
+from fmp.tree.wholes import is_dtensor
 
 Tensor = torch.Tensor
 
@@ -60,7 +61,7 @@ def round_stochastically(
         subnormal numbers of float16. The gradient passes straight through, as by a cast.
 
     Raises:
-        TypeError: If `values` are not float32, or `dtype` is not a 16-bit format.
+        TypeError: If `values` are not float32, or a DTensor, or `dtype` is not a 16-bit format.
 
     Example:
         >>> values = torch.full((1000,), 1.0 + 2.0**-9)  # a quarter of the way from 1 to the next bfloat16
@@ -69,6 +70,11 @@ def round_stochastically(
     """
     if values.dtype != torch.float32 or dtype not in FORM.dtypes:
         raise TypeError(f"stochastic rounding is from f32 to bf16 or f16, got {values.dtype} to {dtype}")
+    if is_dtensor(values):
+        raise TypeError(
+            "stochastic rounding does not know which rows of a DTensor are this rank's; round values.to_local() with "
+            "index=, the flat indices of its entries in the whole tensor, or use the master form 'kahan' or 'remainder'"
+        )
     words = random.bits(seed, values.shape, device=values.device) if index is None else random.bits_at(seed, index)
     # Odd multiples of 2^-24: none is the place of a multiple of 2^-16, and as many as should are below it.
     threshold = ((words >> 9) * 2 + 1).to(torch.float32) * 2.0**-24

@@ -43,14 +43,14 @@ def init(params: Tree, source: Tree | None = None, *, form: str | None = "f32") 
     """
     chosen = _form(form)
     for path, param in tree.items(params):
-        if _is_narrow(param) and param.dtype not in chosen.dtypes:
+        if is_narrow(param) and param.dtype not in chosen.dtypes:
             raise TypeError(
                 f"{path or 'params'}: masters of the form {form!r} are for {_names(chosen)}, and this parameter is "
                 f"{tree.describe(param)}; use the form 'f32', or keep the parameter in float32"
             )
 
     def rest(param: Any, value: Any) -> Any:
-        return chosen.init(param, value) if _is_narrow(param) else None
+        return chosen.init(param, value) if is_narrow(param) else None
 
     return tree.map(rest, params, params if source is None else source)
 
@@ -132,6 +132,11 @@ def split(
     return tree.unflatten(spec, [param for param, _ in pairs]), tree.unflatten(spec, [rest for _, rest in pairs])
 
 
+def is_narrow(param: Any) -> bool:
+    """Says whether a parameter is a floating-point tensor narrower than float32, which takes a master."""
+    return is_castable(param) and param.dtype != full_precision(param.dtype)
+
+
 def _form(form: str | None) -> Form:
     form = "f32" if form is None else form
     if form not in FORMS:
@@ -139,12 +144,8 @@ def _form(form: str | None) -> Form:
     return FORMS[form]
 
 
-def _is_narrow(param: Any) -> bool:
-    return is_castable(param) and param.dtype != full_precision(param.dtype)
-
-
 def _has_master(form: Form, param: Any, rest: Any) -> bool:
-    return _is_narrow(param) and (rest is not None or not form.has_rest)
+    return is_narrow(param) and (rest is not None or not form.has_rest)
 
 
 def _names(form: Form) -> str:

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from fmp._compat import running_node
+from fmp.held import Held
 from fmp.live_memory import Memory, Watch, storages, uncompiled
 from fmp.memory.holders import held
 from fmp.memory.measured_arguments import check_arguments
 from fmp.memory.stand_ins import looks_at_values, stand_ins
 from fmp.memory.units import in_unit
 from fmp.optim import GradientTransformation
+from fmp.optim.fused import Request, run_fused
 from fmp.step import TrainState, TrainStep
 
 Tree = Any
@@ -231,32 +233,15 @@ class _LifeWatch(Watch):
 
         def update(grads: Tree, state: Tree, params: Tree) -> Any:
             self.phase = "update"
-            given = [params, state, grads]
+            given = Held(grads=grads, state=state, params=params)
             del grads, state, params
-            return optimizer.update(given.pop(), given.pop(), given.pop())
+            return optimizer.update(given.take("grads"), given.take("state"), given.take("params"))
 
-        def fused(
-            grads: Tree,
-            state: Tree,
-            params: Tree,
-            *,
-            inv_scale: Any = None,
-            clip: Any = None,
-            finite: Any = None,
-            cast_dtype: Any = None,
-            low: Tree = None,
-            donate: bool = False,
-            form: str | None = None,
-            seed: Any = None,
-        ) -> Any:
+        def fused(grads: Tree, state: Tree, params: Tree, *, cast_dtype: Any = None, **request: Any) -> Any:
             self.phase = "update"
-            given, run = [params, state, grads], cast(Any, optimizer.fused)
+            given = Held(grads=grads, state=state, params=params)
             del grads, state, params
-            # A call with **options would hold on to all that it passes.
-            return run(
-                given.pop(), given.pop(), given.pop(), low=low, inv_scale=inv_scale, clip=clip, finite=finite,
-                cast_dtype=cast_dtype, donate=donate, form=form, seed=seed,
-            )  # fmt: skip
+            return run_fused(cast(Any, optimizer.fused), given, Request(**request), cast_dtype)
 
         return optimizer._replace(update=update, fused=None if optimizer.fused is None else fused)
 

@@ -1,5 +1,8 @@
 """Optimizers as pairs of pure functions, and the parts to build them from."""
 
+from typing import TYPE_CHECKING, Any
+
+from fmp.foreign_names import unknown_name as _unknown_name
 from fmp.optim import schedules as schedules
 from fmp.optim.accumulate import AccumulateState as AccumulateState, accumulate as accumulate
 from fmp.optim.adafactor import AdafactorState as AdafactorState, adafactor as adafactor
@@ -63,3 +66,8 @@ __all__ = [
     "schedules",
     "sgd",
 ]
+
+if not TYPE_CHECKING:  # a type checker is to see which names there are
+
+    def __getattr__(name: str) -> Any:
+        raise _unknown_name("fmp.optim", name, globals())

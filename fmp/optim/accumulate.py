@@ -7,7 +7,7 @@ import torch
 from fmp import _compat, tree
 from fmp.dtypes import is_castable
 from fmp.optim import checks
-from fmp.optim.base import GradientTransformation, update_leaves, zero_count, zeros
+from fmp.optim.base import GradientTransformation, check_transformation, update_leaves, zero_count, zeros
 
 Tree = Any
 
@@ -39,8 +39,8 @@ def accumulate(transformation: GradientTransformation, every: int) -> GradientTr
 
     The optimizer's update is computed in each call, and thrown away in all but the last: nothing waits for the device
     to say which one it is. What stands outside of the wrapper, such as clipping in front of it, sees each gradient,
-    what stands inside sees their mean. A gradient that is not finite spoils its window, and
-    for good what stands inside if that has a state; so let the train step skip it.
+    what stands inside sees their mean. A gradient that is not finite spoils its window. It spoils the state of what
+    stands inside for good, so let the train step skip it.
 
     A leaf whose gradient is None stays out of the call, and keeps what it has accumulated: it counts as zero in a
     window that it is missing from, and if it is missing from the last call, its sum goes into the next window.
@@ -65,8 +65,7 @@ def accumulate(transformation: GradientTransformation, every: int) -> GradientTr
         >>> first, second
         ({'w': tensor([0., 0.])}, {'w': tensor([-1.0000, -1.5000])})
     """
-    if not isinstance(transformation, GradientTransformation):
-        raise TypeError(f"transformation is {transformation!r}, not a GradientTransformation")
+    check_transformation("transformation", transformation)
     checks.steps("every", every, low=1)
 
     @_compat.compiled_on_its_own

@@ -12,15 +12,16 @@ from fmp.optim.base import (
     Scalar,
     ScalarOrSchedule,
     add_scaled,
+    blend,
     in_dtype,
     is_off,
     reusable,
     scheduled,
     square_root,
     update_leaves,
+    zero_ages,
     zero_count,
 )
-from fmp.optim.means import blend
 from fmp.tree.wholes import check_whole
 
 Tree = Any
@@ -83,6 +84,7 @@ def adafactor(
         The optimizer; its state is an `AdafactorState`.
 
     Raises:
+        TypeError: If an argument is neither a number nor a tensor.
         ValueError: If `beta2_decay` is above 0, `clipping_threshold` below 1, another number negative, or any of them
             not finite.
 
@@ -110,7 +112,7 @@ def adafactor(
     def init(params: Tree) -> AdafactorState:
         return AdafactorState(
             count=zero_count(params),
-            ages=tree.map(lambda leaf: zero_count(leaf) if is_castable(leaf) else None, params),
+            ages=zero_ages(params),
             row=tree.map(lambda leaf: _zeros(leaf, dim=-1) if _is_factored(leaf) else None, params),
             column=tree.map(lambda leaf: _zeros(leaf, dim=-2) if _is_factored(leaf) else None, params),
             full=tree.map(

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from fmp import _compat, tree
-from fmp.kernels import adam as kernel, eligible
 from fmp.optim import checks
-from fmp.optim.adam_coefficients import Coefficients, coefficient_rows, coefficients_of as _coefficients_of
+from fmp.optim.adam_coefficients import Coefficients, Hyperparams, coefficients_of
+from fmp.optim.adam_fused import one_pass_form
 from fmp.optim.base import (
     GradientTransformation,
     Scalar,
@@ -19,13 +19,11 @@ from fmp.optim.base import (
     scheduled,
     square_root,
     update_leaves,
+    zero_ages,
     zero_count,
     zeros,
 )
-from fmp.optim.fused import Request, check_numbers, counted, one_pass, stacked, together
 from fmp.optim.masks import Mask, selector
-from fmp.optim.one_launch import Leaves, in_one_launch
-from fmp.optim.torch_kernel import Launch, overwrite
 
 Tree = Any
 
@@ -79,7 +77,8 @@ def adam(
 
     Raises:
         ValueError: If `b1` or `b2` is outside [0, 1), or another number is negative or not finite.
-        TypeError: If `fused` is set and a number other than `learning_rate` is a tensor.
+        TypeError: If `fused` is not a bool, or another argument neither a number nor a tensor; or if `fused` is set and
+            a number other than `learning_rate` is a tensor.
 
     Example:
         >>> tx = adam(0.1)
@@ -113,7 +112,8 @@ def adamw(
         b2: The decay rate of the second moment.
         eps: What is added to the denominator.
         weight_decay: The factor of the parameter in the update.
-        mask: Which leaves decay: a tree of bools, name patterns, or a function of a leaf's path; None for all.
+        mask: Which leaves decay: a tree of bools, name patterns, or a function of a leaf's path, or of its path and the
+            leaf: `lambda path, leaf: leaf.ndim >= 2` for matrices only. None for all.
         fused: Whether a train step runs torch's one-pass kernel on plain tensors: faster, and equal to `update` up to
             rounding. On a GPU it runs fmp's kernel either way where that can run; see `fmp.kernels`.
 
@@ -123,7 +123,8 @@ def adamw(
     Raises:
         ValueError: If `b1` or `b2` is outside [0, 1), or another number is negative or not finite; or if the mask does
             not fit the parameters, or none of its patterns matches any of them (when `init` or `update` is called).
-        TypeError: If `fused` is set and a number other than `learning_rate` is a tensor.
+        TypeError: If `fused` is not a bool, a hyper-parameter neither a number nor a tensor, or the mask says anything
+            but True or False; or if `fused` is set and a number other than `learning_rate` is a tensor.
 
     Example:
         >>> tx = adamw(0.1, weight_decay=0.5, mask=["*.weight"])
@@ -159,17 +160,13 @@ def _adam(
     @_compat.compiled_on_its_own
     def init(params: Tree) -> AdamState:
         select(params)
-        moments = zeros(params)
-        ages = tree.map(lambda moment: None if moment is None else zero_count(moment), moments)
-        return AdamState(count=zero_count(params), ages=ages, first_moment=moments, second_moment=zeros(params))
+        return AdamState(zero_count(params), zero_ages(params), zeros(params), zeros(params))
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         checks.params_match(grads, params)
         rate = scheduled(learning_rate, state.count)
-        coefficients = _coefficients_of(
-            tree.leaves(params), tree.leaves(state.ages), rate, b1, b2, eps, decoupled_decay
-        )
+        coefficients = coefficients_of(tree.leaves(params), tree.leaves(state.ages), rate, b1, b2, eps, decoupled_decay)
         shrinks = not is_off(decoupled_decay) and not is_off(rate)
 
         def update_leaf(
@@ -206,90 +203,5 @@ def _adam(
         )
         return updates, AdamState(state.count + 1, ages, first_moment, second_moment)
 
-    def launch(grads: Tree, state: AdamState, params: Tree, request: Request) -> tuple[Tree, Tree, AdamState] | None:
-        if not eligible.has_kernels(state.count.device):
-            return None
-        rate = scheduled(learning_rate, state.count)
-        decays, (ages, spec) = select(params), tree.flatten(state.ages)
-        new_ages = list(ages)
-
-        def run(on: Leaves) -> None:
-            age = stacked([ages[index] for index in on.indices])
-            rows = coefficient_rows(age, rate, b1, b2, eps, decoupled_decay, coupled_decay)
-            coupled = 0 if is_off(coupled_decay) else kernel.COUPLED_DECAY
-            decoupled = 0 if is_off(decoupled_decay) or is_off(rate) else kernel.DECOUPLED_DECAY
-            flags = [coupled | decoupled if decays[index] else coupled for index in on.indices]
-            first, second = on.moments
-            kernel.step(on.gradients, on.params, first, second, on.low, flags=flags, coefficients=rows, **on.options)
-            for index, new_age in zip(on.indices, counted(age, request.finite).unbind(), strict=True):
-                new_ages[index] = new_age
-
-        moments, numbers = (state.first_moment, state.second_moment), (rate, b1, b2, eps, weight_decay)
-        counts = (state.count, *[age for age in ages if age is not None])
-        found = in_one_launch("adam", run, grads, params, *moments, counts=counts, numbers=numbers, request=request)
-        if found is None:
-            return None
-        params, low, first, second = found
-        return (
-            params,
-            low,
-            AdamState(counted(state.count, request.finite), tree.unflatten(spec, new_ages), first, second),
-        )
-
-    if not fused:
-        return GradientTransformation(init, update, one_pass(update, launch))
-    options = {"beta1": b1, "beta2": b2, "eps": eps, "weight_decay": weight_decay}
-    check_numbers(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-
-    def on_torchs_kernel(
-        grads: Tree, state: AdamState, params: Tree, *, finite: torch.Tensor | None, donate: bool
-    ) -> tuple[Tree, AdamState] | None:
-        rate = scheduled(learning_rate, state.count)
-        ages, spec = tree.flatten(state.ages)
-        new_ages, kept = list(ages), together(ages)
-
-        def run_torchs(on: Launch, decays: bool = True) -> None:
-            run = _compat.fused_adamw_ if decoupled else _compat.fused_adam_
-            device = on.params[0].device
-            are_all = len(kept) < len(ages) == len(on.indices)
-            age = kept[0] if are_all else stacked([ages[index] for index in on.indices])
-            run(
-                on.params,
-                on.grads,
-                *on.moments,
-                [],  # the largest second moments, for amsgrad
-                _steps(age, device),
-                lr=rate.to(device) if isinstance(rate, torch.Tensor) else rate,
-                **(options if decays else options | {"weight_decay": 0.0}),
-                amsgrad=False,
-                maximize=False,
-                found_inf=on.skip,
-            )
-            for index, new_age in zip(on.indices, counted(age, finite).unbind(), strict=True):
-                new_ages[index] = new_age
-
-        found = overwrite(
-            run_torchs,
-            grads,
-            params,
-            state.first_moment,
-            state.second_moment,
-            others=(rate, state.count, *kept),
-            kinds=None if mask is None else select(params),
-            finite=finite,
-            donate=donate,
-        )
-        if found is None:
-            return None
-        params, first, second = found
-        return params, AdamState(counted(state.count, finite), tree.unflatten(spec, new_ages), first, second)
-
-    return GradientTransformation(init, update, one_pass(update, launch, on_torchs_kernel))
-
-
-def _steps(ages: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-    """Lists the numbers of the updates to come, as torch's kernel takes them; it reads them only."""
-    steps = (ages + 1).to(device, torch.float32)
-    if steps.is_cpu and len(set(steps.tolist())) == 1:  # to take them apart takes as long as a small update
-        return [steps[0]] * len(steps)
-    return list(steps.unbind())
+    hyper = Hyperparams(learning_rate, b1, b2, eps, weight_decay, decoupled, select, has_mask=mask is not None)
+    return GradientTransformation(init, update, one_pass_form(update, hyper, on_torchs=fused))

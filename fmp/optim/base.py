@@ -25,23 +25,52 @@ class GradientTransformation(NamedTuple):
         update: `update(grads, state, params) -> (updates, state)`. Gradients are unscaled, `params` are the masters,
             and updates are meant to be *added*, by `apply_updates`. A leaf whose gradient is None has the update None
             and keeps its state.
-        fused: `fused(grads, state, params, *, inv_scale, clip, finite, cast_dtype, low, donate, form, seed) -> (params,
-            low, state)`, the same meaning in one pass over memory, up to rounding; or None. Only an optimizer that
-            updates each entry by itself has it: a layout gives it parts of leaves. Gradients are multiplied by
-            `inv_scale` and `clip` first; where `finite`, bool[], is false, parameters and state stay as they are.
-            `low` is the parameters in `cast_dtype`, or None, which `vmap` cannot return; or, where a tree `low` is
-            given that holds the present casts of the parameters, None where there is none, the new ones in the dtype
-            of each, which `finite` keeps as well. All keywords may be None or left out; one of `cast_dtype` and `low`
-            must be. Only with `donate=True` may the old parameters, the old state and `low` be overwritten.
-            With a `form` of `fmp.master`, `params` and `low` are the parameters and what that form keeps beside them,
-            None where there is nothing, and are returned in the same form: the update is one of `fmp.master.merge(
-            params, low, form=form)`, and `fmp.master.split(..., form=form, seed=seed)` takes the result apart. Where
-            `finite` is false, every byte of both stays.
+        fused: `fused(grads, state, params, **keywords) -> (params, low, state)`, or None. It computes, in one pass over
+            memory and up to rounding, what `update` and `apply_updates` compute. An optimizer has it only if it updates
+            each entry by itself, since a layout hands over parts of leaves. Each keyword may be left out:
+
+            - `inv_scale`: the gradients are multiplied by it first; a number or f32[].
+            - `clip`: they are multiplied by it next; a number or f32[].
+            - `finite`: bool[]; where it is false, parameters and state keep every bit.
+            - `cast_dtype`: the returned `low` is the new parameters in this dtype. Without it, and without the next
+              keyword, it is None, which `vmap` cannot return.
+            - `low`: the present casts of the parameters, None where there is none. The returned ones have their dtypes,
+              and keep every bit where `finite` is false. It excludes `cast_dtype`.
+            - `donate`: whether the memory of the old parameters, the old state and the old casts may be overwritten.
+              False if left out: nothing that is given changes. Gradients never do.
+            - `form`: the form of `fmp.master` that the parameters are in. `params` and `low` are then what
+              `fmp.master.split` returns, on the way in and on the way out, and what is updated is
+              `fmp.master.merge(params, low, form=form)`. It excludes `cast_dtype`.
+            - `seed`: i64[], what `fmp.master.split` draws by in a form that rounds by chance.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     fused: Callable[..., tuple[Tree, Tree, Tree]] | None = None
+
+
+def check_transformation(name: str, value: Any) -> None:
+    """Checks an argument that must be an optimizer, or a part of one.
+
+    Args:
+        name: What it is called in the message.
+        value: The argument.
+
+    Raises:
+        TypeError: If it is something else, such as the function that makes an optimizer.
+
+    Example:
+        >>> check_transformation("optimizer", 0.1)
+        Traceback (most recent call last):
+        TypeError: optimizer must be a GradientTransformation such as fmp.optim.adamw(1e-3), or
+            fmp.optim.from_torch(torch.optim.AdamW, lr=1e-3), got 0.1
+    """
+    if not isinstance(value, GradientTransformation):
+        hint = "; call it to make one" if callable(value) and not isinstance(value, type) else ""
+        raise TypeError(
+            f"{name} must be a GradientTransformation such as fmp.optim.adamw(1e-3), or "
+            f"fmp.optim.from_torch(torch.optim.AdamW, lr=1e-3), got {checks.shown(value)}{hint}"
+        )
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -94,6 +123,16 @@ def zero_count(params: Tree) -> torch.Tensor:
     """
     device = next((leaf.device for leaf in tree.leaves(params) if isinstance(leaf, torch.Tensor)), None)
     return members.apart(torch.zeros((), dtype=torch.int32, device=device), params)
+
+
+def zero_ages(params: Tree) -> Tree:
+    """Makes the ages of parameters, the numbers of updates that each has had: i32[], zero; None for ints and None.
+
+    Example:
+        >>> zero_ages({"w": torch.ones(2), "ids": torch.arange(2)})
+        {'w': tensor(0, dtype=torch.int32), 'ids': None}
+    """
+    return tree.map(lambda leaf: zero_count(leaf) if is_castable(leaf) else None, params)
 
 
 def update_leaves(
@@ -229,6 +268,24 @@ def add_scaled(x: torch.Tensor, scale: Scalar, y: torch.Tensor, out: torch.Tenso
     if isinstance(scale, torch.Tensor):
         return torch.addcmul(x, y.to(x.dtype), scale.to(x.dtype), out=out)
     return torch.add(x, y.to(x.dtype), alpha=scale, out=out)
+
+
+def blend(weight: Scalar, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Computes `weight * x + (1 - weight) * y`.
+
+    Not by `torch.lerp`, which takes the difference: that of two large finite numbers may overflow, and that of two
+    infinite ones is NaN.
+
+    Args:
+        weight: The weight of `x`, in [0, 1].
+        x: Any numbers.
+        y: Others, of the same dtype.
+
+    Example:
+        >>> blend(0.75, torch.tensor([3e38]), torch.tensor([-3e38]))
+        tensor([1.5000e+38])
+    """
+    return add_scaled(y * (1.0 - in_dtype(weight, y.dtype)), weight, x)
 
 
 def mean_of_squares(moment: torch.Tensor, grad: torch.Tensor, weight: Scalar) -> torch.Tensor:

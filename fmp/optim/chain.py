@@ -3,7 +3,7 @@
 from typing import Any
 
 from fmp import _compat
-from fmp.optim.base import GradientTransformation
+from fmp.optim.base import GradientTransformation, check_transformation
 
 Tree = Any
 
@@ -28,7 +28,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         {'w': tensor([-0.3000, -0.4000])}
     """
     for index, transformation in enumerate(transformations):
-        _check_part(index, transformation)
+        check_transformation(f"part {index} of the chain", transformation)
 
     @_compat.compiled_on_its_own
     def init(params: Tree) -> tuple[Tree, ...]:
@@ -72,7 +72,7 @@ def named_chain(*parts: tuple[str, GradientTransformation]) -> GradientTransform
         name, transformation = part
         if not isinstance(name, str):
             raise TypeError(f"the name of part {index} of the chain must be a string, got {name!r}")
-        _check_part(repr(name), transformation)
+        check_transformation(f"part {name!r} of the chain", transformation)
         if name in transformations:
             raise ValueError(f"two parts of the chain have the name {name!r}; their states would be one")
         transformations[name] = transformation
@@ -89,9 +89,3 @@ def named_chain(*parts: tuple[str, GradientTransformation]) -> GradientTransform
         return updates, dict(zip(transformations, states, strict=True))
 
     return GradientTransformation(init, update)
-
-
-def _check_part(which: object, transformation: object) -> None:
-    if not isinstance(transformation, GradientTransformation):
-        hint = "; call it to make one" if callable(transformation) else ""
-        raise TypeError(f"part {which} of the chain is {transformation!r}, not a GradientTransformation{hint}")

@@ -9,6 +9,7 @@ from fmp import _compat, reductions, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks
 from fmp.optim.base import GradientTransformation, Scalar, in_dtype
+from fmp.tree.wholes import is_dtensor
 
 Tree = Any
 
@@ -30,6 +31,7 @@ def clip_by_global_norm(max_norm: Scalar) -> GradientTransformation:
         The transformation, without state. Clipped gradients have dtype float32 or wider.
 
     Raises:
+        TypeError: If `max_norm` is neither a number nor a tensor.
         ValueError: If `max_norm` is negative or NaN.
 
     Example:
@@ -63,7 +65,7 @@ def clip_to_norm(grads: Tree, norm: torch.Tensor, max_norm: Scalar) -> Tree:
         The gradients times `max_norm / max(norm, max_norm)`, in float32 or wider.
 
     Raises:
-        TypeError: If `norm` is not a tensor.
+        TypeError: If `norm` is not a tensor, or `max_norm` neither a number nor a tensor.
         ValueError: If `norm` has dimensions, or `max_norm` is negative or NaN.
 
     Example:
@@ -72,12 +74,18 @@ def clip_to_norm(grads: Tree, norm: torch.Tensor, max_norm: Scalar) -> Tree:
         {'w': tensor([0.6000, 0.8000])}
     """
     factor = clip_factor(norm, max_norm)
+    # A plain tensor beside DTensors, as FSDP2's ignored_params are, takes a plain factor.
+    of_plain: Any = factor
+    tensors = [leaf for leaf in tree.leaves(grads) if isinstance(leaf, torch.Tensor)]
+    if is_dtensor(factor) and not all(map(is_dtensor, tensors)):
+        of_plain = of_plain.full_tensor()
 
     def clip(grad: Any) -> Any:
         if not isinstance(grad, torch.Tensor) or not (grad.dtype.is_floating_point or grad.dtype.is_complex):
             return grad
         wide = grad.to(full_precision(grad.dtype))
-        return wide * factor.to(wide.dtype)
+        own = factor if is_dtensor(grad) else of_plain
+        return wide * own.to(wide.dtype)
 
     return tree.map(clip, grads)
 
@@ -93,7 +101,7 @@ def clip_factor(norm: torch.Tensor, max_norm: Scalar) -> torch.Tensor:
         A 0-dim tensor of the norm's dtype, within [0, 1]; 0 for a norm that is inf or NaN.
 
     Raises:
-        TypeError: If `norm` is not a tensor.
+        TypeError: If `norm` is not a tensor, or `max_norm` neither a number nor a tensor.
         ValueError: If `norm` has dimensions, or `max_norm` is negative or NaN.
 
     Example:
@@ -123,8 +131,8 @@ def clip_by_value(max_delta: Scalar) -> GradientTransformation:
         The transformation, without state. Clipped gradients have dtype float32 or wider.
 
     Raises:
+        TypeError: If `max_delta` is neither a number nor a tensor, or a gradient is complex (when `update` is called).
         ValueError: If `max_delta` is negative or NaN.
-        TypeError: If a gradient is complex (when `update` is called).
 
     Example:
         >>> tx = clip_by_value(1.0)

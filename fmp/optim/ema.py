@@ -10,11 +10,11 @@ from fmp.optim.base import (
     GradientTransformation,
     Scalar,
     bias_correction,
+    blend,
     update_leaves,
-    zero_count,
+    zero_ages,
     zeros,
 )
-from fmp.optim.means import blend
 
 Tree = Any
 
@@ -64,9 +64,7 @@ def ema(decay: Scalar, debias: bool = True) -> GradientTransformation:
 
     @_compat.compiled_on_its_own
     def init(params: Tree) -> EmaState:
-        average = zeros(params)
-        ages = tree.map(lambda mean: None if mean is None else zero_count(mean), average) if debias else None
-        return EmaState(average, ages)
+        return EmaState(zeros(params), zero_ages(params) if debias else None)
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: EmaState, params: Tree) -> tuple[Tree, EmaState]:

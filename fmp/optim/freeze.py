@@ -16,7 +16,8 @@ def freeze(mask: Mask) -> GradientTransformation:
     to save the memory of the moments too, use `partition` with `freeze(True)` for a group.
 
     Args:
-        mask: Which leaves are frozen: a tree of bools (True freezes), name patterns, or a function of a leaf's path.
+        mask: Which leaves are frozen: a tree of bools (True freezes), name patterns, or a function of a leaf's path,
+            or of its path and the leaf.
 
     Returns:
         The transformation, without state.

@@ -25,6 +25,7 @@ import torch
 
 from fmp import _compat, master, random, tree
 from fmp.dtypes import full_precision
+from fmp.held import Held
 from fmp.optim import checks
 from fmp.optim.base import apply_updates, in_dtype
 
@@ -47,11 +48,11 @@ class Request(NamedTuple):
         seed: i64[], what a form that rounds by chance draws by; None to round to nearest.
     """
 
-    low: Tree
-    inv_scale: torch.Tensor | float | None
-    clip: torch.Tensor | float | None
-    finite: torch.Tensor | None
-    donate: bool
+    low: Tree = None
+    inv_scale: torch.Tensor | float | None = None
+    clip: torch.Tensor | float | None = None
+    finite: torch.Tensor | None = None
+    donate: bool = False
     form: str | None = None
     seed: random.Seed | None = None
 
@@ -77,7 +78,8 @@ def one_pass(
         donate=False, form=None, seed=None) -> (params, low, state)`.
     """
 
-    def on_full(grads: Tree, state: Tree, params: Tree, request: Request) -> Trees:
+    def on_full(held: Held, request: Request) -> Trees:
+        grads, state, params = held.take("grads"), held.take("state"), held.take("params")
         low, finite, is_traced = request.low, request.finite, _is_traced()
         found = None if is_traced else launch(grads, state, params, request)
         if found is not None:
@@ -95,23 +97,24 @@ def one_pass(
         updates, new_state = update(grads, state, params)
         del grads
         old = None if finite is None else (params, low, state)
-        del state  # where nobody else holds it
+        del state
         params = apply_updates(params, updates)
         del updates
         found = params, _cast_as(low, params), new_state
         return found if finite is None else tree.select(finite, found, old)
 
-    def in_form(held: list[Tree], request: Request) -> Trees:
-        params, low, form, finite = held[0], request.low, request.form, request.finite
-        found = None if _is_traced() else launch(held[2], held[1], params, request)
+    def in_form(held: Held, request: Request) -> Trees:
+        grads, state, params = held.take("grads"), held.take("state"), held.take("params")
+        low, form, finite = request.low, request.form, request.finite
+        found = None if _is_traced() else launch(grads, state, params, request)
         if found is not None:
             return found
-        held[0] = master.merge(params, low, form=form)
-        on = request._replace(low=None, form=None, seed=None)
-        full, _, state = on_full(held.pop(), held.pop(), held.pop(), on)
+        held = Held(grads=grads, state=state, params=master.merge(params, low, form=form))
+        del grads, state
+        full, _, state = on_full(held, request._replace(low=None, form=None, seed=None))
         new = master.split(full, params, low, form=form, seed=request.seed)
-        if finite is not None:  # what is new in `full` as well has been chosen already
-            new = tree.select(finite, new, _replaced((params, low), new, full))
+        if finite is not None:
+            new = select_rest(finite, new, (params, low), chosen=full)
         return *new, state
 
     def fused(
@@ -129,14 +132,56 @@ def one_pass(
         seed: random.Seed | None = None,
     ) -> Trees:
         request = _checked(Request(low, inv_scale, clip, finite, donate, form, seed), cast_dtype)
-        held = [params, state, grads]
-        del params, state, grads, low  # so that each can be let go as soon as it is not needed
+        held = Held(grads=grads, state=state, params=params)
+        del grads, state, params, low
         if form is not None:
             return in_form(held, request)
-        found = on_full(held.pop(), held.pop(), held.pop(), request)
+        found = on_full(held, request)
         return found if cast_dtype is None else (found[0], tree.cast(found[0], cast_dtype), found[2])
 
     return fused
+
+
+def run_fused(
+    fused: Callable[..., Trees], held: Held, request: Request, cast_dtype: torch.dtype | None = None
+) -> Trees:
+    """Calls a one-pass form so that it alone holds gradients, state and parameters.
+
+    Args:
+        fused: The `fused` of a `fmp.optim.GradientTransformation`.
+        held: `grads`, `state` and `params`.
+        request: What is asked for besides.
+        cast_dtype: The dtype of the casts to return, if the request has no present ones.
+
+    Returns:
+        What `fused` returns.
+    """
+    return fused(
+        held.take("grads"),
+        held.take("state"),
+        held.take("params"),
+        inv_scale=request.inv_scale,
+        clip=request.clip,
+        finite=request.finite,
+        cast_dtype=cast_dtype,
+        low=request.low,
+        donate=request.donate,
+        form=request.form,
+        seed=request.seed,
+    )
+
+
+def select_rest(finite: torch.Tensor, new: Tree, old: Tree, *, chosen: Tree) -> Tree:
+    """Selects as `fmp.tree.select` does, but for leaves of `new` in which a one-pass form has chosen already.
+
+    Args:
+        finite: bool[], false where nothing may change.
+        new: The new tree.
+        old: The old one.
+        chosen: What the one-pass form has returned. A new leaf that is among its leaves stays, without a copy.
+    """
+    leaves = {id(leaf) for leaf in tree.leaves(chosen)}
+    return tree.select(finite, new, tree.map(lambda a, b: a if id(a) in leaves else b, new, old))
 
 
 def counted(count: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
@@ -210,12 +255,6 @@ def _cast_as(low: Tree, params: Tree) -> Tree:
     if low is None:
         return None
     return tree.map(lambda cast, param: None if cast is None else param.to(cast.dtype), low, params)
-
-
-def _replaced(old: Tree, new: Tree, done: Tree) -> Tree:
-    """Puts the new leaves in place of the old ones where they are among those of another tree."""
-    leaves = {id(leaf) for leaf in tree.leaves(done)}
-    return tree.map(lambda before, after: after if id(after) in leaves else before, old, new)
 
 
 def _scaled(grads: Tree, factor: torch.Tensor | float) -> Tree:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fmp import _compat, members, tree
-from fmp.optim.base import GradientTransformation, scheduled, zero_count
+from fmp.optim.base import GradientTransformation, check_transformation, scheduled, zero_count
 
 Tree = Any
 
@@ -45,7 +45,8 @@ def inject_hyperparams(
 
     Raises:
         TypeError: If `factory` is not a function, or `static` holds something other than names. When the returned
-            function is called: if the factory does not return a `GradientTransformation`.
+            function is called: if an argument comes without its name, or the factory does not return a
+            `GradientTransformation`.
         ValueError: As the factory does (when the returned function is called).
 
     Example:
@@ -63,15 +64,19 @@ def inject_hyperparams(
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"static must be names of arguments, got {static!r}")
 
-    def make(**kwargs: Any) -> GradientTransformation:
+    def make(*unnamed: Any, **kwargs: Any) -> GradientTransformation:
+        if unnamed:
+            raise TypeError(
+                "an injected optimizer takes its arguments by name, which are their names in the state, such as "
+                f"inject_hyperparams({getattr(factory, '__name__', 'factory')})(learning_rate=...)"
+            )
         dynamic = {name: value for name, value in kwargs.items() if name not in names and _is_hyperparam(value)}
         fixed = {name: value for name, value in kwargs.items() if name not in dynamic}
         schedules = {name: value for name, value in dynamic.items() if callable(value)}
         constants = {name: value for name, value in dynamic.items() if name not in schedules}
         # Made once with the plain numbers, so that the factory can refuse them now.
         made = factory(**fixed, **constants, **_asked(schedules, zero_count(None)))
-        if not isinstance(made, GradientTransformation):
-            raise TypeError(f"factory must return a GradientTransformation, got {made!r}")
+        check_transformation("what factory returns", made)
 
         @_compat.compiled_on_its_own
         def init(params: Tree) -> InjectHyperparamsState:

@@ -6,12 +6,13 @@ import torch
 
 from fmp import _compat, tree
 from fmp.optim import checks
+from fmp.optim.adam_coefficients import bias_corrected
 from fmp.optim.base import (
     GradientTransformation,
     Scalar,
     ScalarOrSchedule,
     add_scaled,
-    bias_correction,
+    blend,
     in_dtype,
     is_off,
     mean_of_squares,
@@ -19,11 +20,11 @@ from fmp.optim.base import (
     scheduled,
     square_root,
     update_leaves,
+    zero_ages,
     zero_count,
     zeros,
 )
 from fmp.optim.masks import Mask, selector
-from fmp.optim.means import blend
 from fmp.tree.wholes import check_whole
 
 Tree = Any
@@ -71,12 +72,14 @@ def lamb(
         b2: The decay rate of the second moment.
         eps: What is added to the denominator.
         weight_decay: The factor of the parameter in the update.
-        mask: Which leaves decay: a tree of bools, name patterns, or a function of a leaf's path; None for all.
+        mask: Which leaves decay: a tree of bools, name patterns, or a function of a leaf's path, or of its path and the
+            leaf: `lambda path, leaf: leaf.ndim >= 2` for matrices only. None for all.
 
     Returns:
         The optimizer; its state is a `LambState`.
 
     Raises:
+        TypeError: If a hyper-parameter is neither a number nor a tensor, or the mask says anything but True or False.
         ValueError: If `b1` or `b2` is outside [0, 1), or another number is negative or not finite; or if the mask does
             not fit the parameters, or none of its patterns matches any of them (when `init` or `update` is called).
 
@@ -97,9 +100,7 @@ def lamb(
     @_compat.compiled_on_its_own
     def init(params: Tree) -> LambState:
         select(params)
-        moments = zeros(params)
-        ages = tree.map(lambda moment: None if moment is None else zero_count(moment), moments)
-        return LambState(count=zero_count(params), ages=ages, first_moment=moments, second_moment=zeros(params))
+        return LambState(zero_count(params), zero_ages(params), zeros(params), zeros(params))
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: LambState, params: Tree) -> tuple[Tree, LambState]:
@@ -121,12 +122,8 @@ def lamb(
             second = mean_of_squares(second, grad, 1.0 - in_dtype(b2, dtype))
 
             age = age + 1
-            count = age.to(dtype)
-            # The correction of the second moment moves out of the square root, from every entry into two scalars:
-            # m / (sqrt(v / c) + eps) = sqrt(c) * m / (sqrt(v) + sqrt(c) * eps).
-            root_correction = bias_correction(b2, count).sqrt()
-            direction = first / (square_root(second) + root_correction * in_dtype(eps, dtype))
-            direction = direction * (root_correction / bias_correction(b1, count))
+            scale, scaled_eps = bias_corrected(age.to(dtype), b1, b2, eps)
+            direction = first / (square_root(second) + scaled_eps) * scale
             if decays and not is_off(weight_decay):
                 direction = add_scaled(direction, weight_decay, param)
             return direction * (_trust_ratio(param, direction) * -rates[dtype]), age, first, second

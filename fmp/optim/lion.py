@@ -11,6 +11,7 @@ from fmp.optim.base import (
     Scalar,
     ScalarOrSchedule,
     add_scaled,
+    blend,
     in_dtype,
     is_off,
     per_dtype,
@@ -20,7 +21,6 @@ from fmp.optim.base import (
     zeros,
 )
 from fmp.optim.masks import Mask, selector
-from fmp.optim.means import blend
 
 Tree = Any
 
@@ -59,12 +59,14 @@ def lion(
         b1: The weight of the momentum in the update.
         b2: The decay rate of the momentum.
         weight_decay: The factor of the parameter in the update.
-        mask: Which leaves decay: a tree of bools, name patterns, or a function of a leaf's path; None for all.
+        mask: Which leaves decay: a tree of bools, name patterns, or a function of a leaf's path, or of its path and the
+            leaf: `lambda path, leaf: leaf.ndim >= 2` for matrices only. None for all.
 
     Returns:
         The optimizer; its state is a `LionState`.
 
     Raises:
+        TypeError: If a hyper-parameter is neither a number nor a tensor, or the mask says anything but True or False.
         ValueError: If `b1` or `b2` is outside [0, 1), or another number is negative or not finite; or if the mask does
             not fit the parameters, or none of its patterns matches any of them (when `init` or `update` is called).
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fmp import _compat, tree
 from fmp.optim import checks
-from fmp.optim.base import GradientTransformation
+from fmp.optim.base import GradientTransformation, check_transformation
 from fmp.optim.masks import Mask, selector
 
 Tree = Any
@@ -33,7 +33,8 @@ def masked(transformation: GradientTransformation, mask: Mask) -> GradientTransf
 
     Args:
         transformation: The transformation.
-        mask: Which leaves it sees: a tree of bools, name patterns, or a function of a leaf's path.
+        mask: Which leaves it sees: a tree of bools, name patterns, or a function of a leaf's path,
+            or of its path and the leaf.
 
     Returns:
         The transformation; its state is a `MaskedState`.
@@ -51,8 +52,7 @@ def masked(transformation: GradientTransformation, mask: Mask) -> GradientTransf
         >>> tx.update(params, tx.init(params), params)[0]
         {'embedding.w': tensor([-0.6000, -0.8000]), 'head.w': tensor([-3., -4.])}
     """
-    if not isinstance(transformation, GradientTransformation):
-        raise TypeError(f"transformation is {transformation!r}, not a GradientTransformation")
+    check_transformation("transformation", transformation)
     select = selector(mask, "mask")
 
     @_compat.compiled_on_its_own

@@ -1,15 +1,18 @@
 """Masks: the three ways to say which leaves of a tree are meant."""
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.patterns import matcher
 
 Tree = Any
-Mask = Tree | Iterable[str] | Callable[[str], bool]
+Mask = Tree | Iterable[str] | Callable[[str], bool] | Callable[[str, Any], bool]
 
 _SHOWN = 5
+# What optax's masks, functions of the whole tree, usually call their argument.
+_WHOLE = ("params", "tree", "updates", "pytree", "grads")
 
 
 def selector(mask: Mask, name: str) -> Callable[[Tree], list[bool]]:
@@ -19,14 +22,15 @@ def selector(mask: Mask, name: str) -> Callable[[Tree], list[bool]]:
         mask: One of
             a tree of bools, where a bool may stand for a whole subtree;
             patterns that the names of the meant leaves match, as in `fmp.patterns.matches`;
-            a function of a leaf's path (`blocks/3/attn/qkv`) that returns a bool.
+            a function that returns a bool, of a leaf's path (`blocks/3/attn/qkv`), or of its path and the leaf. It must
+            not depend on values, and one of two arguments is not asked about None, which is not meant.
         name: The name of the argument, for messages.
 
     Returns:
         A function from a tree to a list of bools, one a leaf, in the order of `fmp.tree.leaves`.
 
     Raises:
-        TypeError: If the mask holds or returns something other than bools.
+        TypeError: If the mask holds or returns something other than bools, or is a function of other arguments.
         ValueError: If its structure does not fit the tree, or none of its patterns matches any path of a tree that is
             not empty (when the function is called).
 
@@ -35,11 +39,13 @@ def selector(mask: Mask, name: str) -> Callable[[Tree], list[bool]]:
         [True, True, False]
         >>> selector({"norm": False, "weight": True}, "mask")({"norm": {"weight": 0, "bias": 1}, "weight": 2})
         [False, False, True]
+        >>> selector(lambda path, leaf: leaf > 1, "mask")({"norm": {"weight": 0, "bias": 1}, "weight": 2})
+        [False, False, True]
     """
     if isinstance(mask, Iterator):
         mask = tuple(mask)
     if callable(mask):
-        return _by_path(mask, name)
+        return _by_leaf(mask, name) if takes_leaf(mask, name) else _by_path(mask, name)
     if isinstance(mask, str) or _is_patterns(mask):
         return _by_patterns(mask, name)
     for path, flag in tree.items(mask):
@@ -70,6 +76,50 @@ def broadcast(prefix: Tree, full: Tree, name: str) -> list[Any]:
     except ValueError as error:
         raise ValueError(f"the structure of {name} does not fit the tree: {error}") from error
     return [value for value, branch in zip(tree.leaves(prefix), branches, strict=True) for _ in tree.leaves(branch)]
+
+
+@_compat.constant_while_tracing
+def takes_leaf(mask: Callable[..., Any], name: str) -> bool:
+    """Says whether a mask that is a function takes a path and a leaf, and not a path alone.
+
+    Args:
+        mask: The function.
+        name: The name of the argument, for messages.
+
+    Raises:
+        TypeError: If it takes neither.
+
+    Example:
+        >>> takes_leaf(lambda path, leaf: leaf.ndim >= 2, "mask"), takes_leaf(str.isupper, "mask")
+        (True, False)
+    """
+    try:
+        signature = inspect.signature(mask)
+    except ValueError:  # some functions written in C
+        return False
+    takes = [_can_take(signature, count) for count in (1, 2)]
+    first = next(iter(signature.parameters), "")
+    if not any(takes) or (takes[0] and first in _WHOLE):
+        raise TypeError(
+            f"{name} must be a function of a leaf's path, or of its path and the leaf, that returns a bool, such as "
+            f"lambda path, leaf: leaf.ndim >= 2; got one of {signature}. A function of the whole tree, as in optax, "
+            f"has to be called: {name}=fn(params)"
+        )
+    return not takes[0]
+
+
+def _can_take(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _by_leaf(meant: Callable[[str, Any], Any], name: str) -> Callable[[Tree], list[bool]]:
+    return lambda params: [
+        leaf is not None and _checked_flag(meant(path, leaf), path, name) for path, leaf in tree.items(params)
+    ]
 
 
 def _by_path(meant: Callable[[str], Any], name: str) -> Callable[[Tree], list[bool]]:

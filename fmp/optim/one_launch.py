@@ -17,6 +17,7 @@ from fmp.master.seeds import name_of, word_of
 from fmp.optim import checks
 from fmp.optim.aliasing import PLAIN, shares_memory
 from fmp.optim.base import Scalar
+from fmp.optim.columns import chosen, copies, laid_out_as, put
 from fmp.optim.fused import Request
 
 Tree = Any
@@ -104,7 +105,7 @@ def in_one_launch(
     device = parts[0].own[0][0].device
     scale, clip = _on_device(request.inv_scale, device), _on_device(request.clip, device)
     factors = {"scale": scale, "clip": clip, "finite": request.finite}
-    read = [*_chosen(grad_leaves, due), *counts, *[factor for factor in factors.values() if factor is not None]]
+    read = [*chosen(grad_leaves, due), *counts, *[factor for factor in factors.values() if factor is not None]]
     elsewhere = _tensors([*numbers, request.seed])
     written = chain.from_iterable([[*chain.from_iterable(part.own), *part.pairs[0]] for part in parts])
     if not are_plain([*written, *read]) or not are_memory(elsewhere):
@@ -114,16 +115,16 @@ def in_one_launch(
     if not all(trust.agrees(kernel if part.form is None else f"{kernel}_{part.form}", device) for part in parts):
         return None
     if not request.donate or shares_memory(chain(*columns, low), chain(read, elsewhere)):
-        parts = [part._replace(own=list(map(_copies, part.own)), low=_copies(part.low)) for part in parts]
+        parts = [part._replace(own=list(map(copies, part.own)), low=copies(part.low)) for part in parts]
     for part in parts:
         options: dict[str, Any] = factors if part.form is None else {**factors, "form": part.form}
         if part.form == "stochastic":
-            options["seeds"] = _seeds(request.seed, _chosen(spec.paths(), part.indices), device)
-        gradients = _laid_out_as(part.own[0], part.gradients)
+            options["seeds"] = _seeds(request.seed, chosen(spec.paths(), part.indices), device)
+        are_contiguous = all(map(Tensor.is_contiguous, chain(part.own[0], part.gradients)))
+        gradients = laid_out_as(part.own[0], part.gradients, are_contiguous=are_contiguous)
         launch(Leaves(part.indices, gradients, part.own[0], tuple(part.own[1:]), part.low, options))
         for column, leaves in zip((*columns, low), (*part.own, part.low), strict=True):
-            for index, leaf in zip(part.indices, leaves, strict=True):
-                column[index] = leaf
+            put(leaves, column, part.indices)
     new_params, *new_moments = [tree.unflatten(spec, column) for column in columns]
     return new_params, tree.unflatten(spec, low) if has_low else None, *new_moments
 
@@ -168,10 +169,10 @@ def _by_form(form: str | None, due: list[int], params: list[Any], low: list[Any]
 
 
 def _part(form: str | None, indices: list[int], grads: list[Any], columns: list[list[Any]], low: list[Any]) -> _Part:
-    own, own_low = [_chosen(column, indices) for column in columns], _chosen(low, indices)
+    own, own_low = [chosen(column, indices) for column in columns], chosen(low, indices)
     places = [place for place, beside in enumerate(own_low) if beside is not None]
-    pairs = _chosen(own_low, places), _chosen(own[0], places)
-    return _Part(form, indices, _chosen(grads, indices), own, own_low, pairs)
+    pairs = chosen(own_low, places), chosen(own[0], places)
+    return _Part(form, indices, chosen(grads, indices), own, own_low, pairs)
 
 
 def _fits(part: _Part, request: Request) -> bool:
@@ -204,10 +205,6 @@ def _seeds(seed: Any, paths: list[tuple[Any, ...]], device: torch.device) -> Ten
     return random.fold_in(random.as_seed(seed, device), table.rows.view(torch.int64))
 
 
-def _chosen(items: Sequence[Any], places: list[int]) -> list[Any]:
-    return [items[place] for place in places]
-
-
 def _tensors(items: Sequence[Any]) -> list[Tensor]:
     return [item for item in items if isinstance(item, Tensor)]
 
@@ -216,19 +213,6 @@ def _on_device(number: Tensor | float | None, device: torch.device) -> Tensor | 
     if number is None or isinstance(number, Tensor):
         return number if number is None else number.to(torch.float32)
     return torch.full((), number, dtype=torch.float32, device=device)
-
-
-def _laid_out_as(params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    if all(map(Tensor.is_contiguous, chain(params, gradients))):
-        return gradients
-    return [
-        grad if grad.stride() == param.stride() else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        for param, grad in zip(params, gradients, strict=True)
-    ]
-
-
-def _copies(tensors: list[Any]) -> list[Any]:
-    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
 def _column(value: Scalar, like: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from fmp import _compat, tree
 from fmp.optim import checks
-from fmp.optim.base import GradientTransformation
+from fmp.optim.base import GradientTransformation, check_transformation
 from fmp.optim.masks import broadcast
 
 Tree = Any
@@ -58,8 +58,7 @@ def partition(transformations: Mapping[str, GradientTransformation], labels: Lab
         )
     transformations = dict(transformations)
     for label, transformation in transformations.items():
-        if not isinstance(transformation, GradientTransformation):
-            raise TypeError(f"the optimizer of group {label!r} is {transformation!r}, not a GradientTransformation")
+        check_transformation(f"the optimizer of group {label!r}", transformation)
 
     @_compat.compiled_on_its_own
     def init(params: Tree) -> PartitionState:

@@ -11,6 +11,7 @@ from fmp.optim.base import (
     Scalar,
     ScalarOrSchedule,
     add_scaled,
+    blend,
     in_dtype,
     is_off,
     mean_of_squares,
@@ -21,7 +22,6 @@ from fmp.optim.base import (
     zero_count,
     zeros,
 )
-from fmp.optim.means import blend
 
 Tree = Any
 

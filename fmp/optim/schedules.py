@@ -5,10 +5,11 @@ A schedule takes the count, i32[], and returns f32[]. The first update asks it a
 
 import math
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from fmp.foreign_names import unknown_name
 from fmp.optim import checks
 from fmp.optim.base import Schedule
 
@@ -27,6 +28,7 @@ def constant(value: float) -> Schedule:
         The schedule.
 
     Raises:
+        TypeError: If `value` has another type.
         ValueError: If `value` is negative or not finite.
 
     Example:
@@ -50,6 +52,7 @@ def linear(init_value: float, end_value: float, transition_steps: int, transitio
         The schedule.
 
     Raises:
+        TypeError: If an argument has another type.
         ValueError: If a value is negative or not finite, or a number of steps is too small.
 
     Example:
@@ -142,6 +145,7 @@ def cosine_decay(init_value: float, decay_steps: int, end_value: float = 0.0, ex
         The schedule.
 
     Raises:
+        TypeError: If an argument has another type.
         ValueError: If a value is negative or not finite, or `decay_steps` is below 1.
 
     References:
@@ -189,6 +193,7 @@ def warmup_cosine_decay(
         The schedule.
 
     Raises:
+        TypeError: If an argument has another type.
         ValueError: If a value is negative or not finite, or `decay_steps` is not above `warmup_steps`.
 
     Example:
@@ -218,6 +223,7 @@ def warmup_linear_decay(
         The schedule.
 
     Raises:
+        TypeError: If an argument has another type.
         ValueError: If a value is negative or not finite, or `decay_steps` is not above `warmup_steps`.
 
     Example:
@@ -325,3 +331,10 @@ def _checked_pieces(name: str, pieces: Iterable[T], boundaries: Iterable[int]) -
     for index, begin in enumerate(begins):
         checks.steps(f"boundaries[{index}]", begin, low=begins[index - 1] + 1 if index else 1)
     return parts, begins
+
+
+if not TYPE_CHECKING:  # a type checker is to see which names there are
+
+    def __getattr__(name: str) -> Any:
+        known = [each for each, value in globals().items() if getattr(value, "__module__", None) == __name__]
+        raise unknown_name(__name__, name, known)

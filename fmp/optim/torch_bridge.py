@@ -10,8 +10,24 @@ from fmp.dtypes import full_precision, is_castable
 from fmp.optim import checks, torch_steps
 from fmp.optim.base import GradientTransformation, scheduled, update_leaves, zero_count
 from fmp.optim.torch_steps import Maker
+from fmp.tree.wholes import check_whole
 
 Tree = Any
+
+# Classes of which each entry depends on no other, so that they may work on any part of a tensor. A subclass may differ.
+_ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
 
 
 @tree.dataclass
@@ -66,7 +82,8 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
 
     Raises:
         TypeError: If `optimizer_class` is not a class of optimizers, does not take an option, or is one that cannot
-            be a pure function of gradients (LBFGS, SparseAdam). When called: if the state of a parameter holds other
+            be a pure function of gradients (LBFGS, SparseAdam). When called: if a parameter is a `LocalShard`, unless
+            the class is one of torch's that work on each entry by itself; if the state of a parameter holds other
             things than tensors and numbers, a class without `differentiable` is to be differentiated, or an option
             other than `lr` is a tensor while something is traced.
         ValueError: As the class does for its options (when `init` is called), or if `lr` is out of range; or if a step
@@ -99,6 +116,7 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
 
     @_compat.compiled_on_its_own
     def init(params: Tree) -> FromTorchState:
+        _check_whole(optimizer_class, params)
         leaves, spec = tree.flatten(params)
         found = [torch_steps.beginning(maker, leaf) if is_castable(leaf) else ({}, False) for leaf in leaves]
         firsts = [first for first, _ in found]
@@ -117,6 +135,7 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
 
     @_compat.compiled_on_its_own
     def update(grads: Tree, state: FromTorchState, params: Tree) -> tuple[Tree, FromTorchState]:
+        _check_whole(optimizer_class, params)
         wide = update_leaves(lambda grad, param: (grad,), grads, params)[0]
         grad_leaves, spec = tree.flatten(wide)
         values: list[Any] = list(spec.flatten_up_to(params))
@@ -148,6 +167,11 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
         return tree.unflatten(spec, updates), new_state
 
     return GradientTransformation(init, update)
+
+
+def _check_whole(optimizer_class: type[torch.optim.Optimizer], params: Tree) -> None:
+    if optimizer_class not in _ELEMENTWISE:
+        check_whole(params, f"the norms or means that {optimizer_class.__name__} may take of a tensor")
 
 
 def _keeps_rate(optimizer_class: Any) -> bool:

@@ -1,6 +1,7 @@
 """Whole trees for torch's fused kernels, which overwrite lists of tensors of one device and dtype."""
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from fmp.dtypes import full_precision
 from fmp.optim import checks
 from fmp.optim.aliasing import NBYTES, PLAIN, intervals_from, intervals_of, intervals_overlap, shares_memory
 from fmp.optim.base import check_trainable
+from fmp.optim.columns import chosen, copies, laid_out_as, put
 
 Tree = Any
 
@@ -69,7 +71,7 @@ def overwrite(
     grad_leaves, spec = checks.params_match(grads, params)
     new_columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
     due = [index for index, grad in enumerate(grad_leaves) if grad is not None]
-    columns = [_chosen(column, due) for column in (grad_leaves, *new_columns)]
+    columns = [chosen(column, due) for column in (grad_leaves, *new_columns)]
     everything = list(chain.from_iterable(columns))
     types = set(map(type, everything))
     if type(None) in types:
@@ -97,19 +99,20 @@ def overwrite(
     kinds_due = [()] * len(due) if kinds is None else [(kinds[index],) for index in due]
     groups = _places_by_key(list(zip(map(_DEVICE, columns[1]), dtypes, kinds_due, strict=True)))
     for (device, dtype, kind), places in groups.items():
-        its_grads, old, *its_moments = [_chosen(column, places) for column in columns]
-        as_they_are = donate and are_contiguous
-        new = _writable(old, full_precision(dtype), donate, as_they_are)
+        its_grads, old, *its_moments = [chosen(column, places) for column in columns]
+        wide = full_precision(dtype)
+        new = _writable(old, wide, donate, are_contiguous)
+        laid_out = partial(laid_out_as, new, are_contiguous=are_contiguous, dtype=wide)
         launch = Launch(
-            _chosen(due, places),
+            chosen(due, places),
             new,
-            _laid_out_as(new, its_grads, True, are_contiguous),
-            tuple([_laid_out_as(new, moment, donate, as_they_are) for moment in its_moments]),
+            laid_out(its_grads),
+            tuple([laid_out(moment, copy=not donate) for moment in its_moments]),
             skip=None if finite is None else (~finite).to(device, torch.float32),
         )
         kernel(launch, *kind)
         for column, leaves in zip(new_columns, (_narrowed(new, old, finite), *launch.moments), strict=True):
-            _put(leaves, column, launch.indices)
+            put(leaves, column, launch.indices)
     return tuple(tree.unflatten(spec, column) for column in new_columns)
 
 
@@ -142,18 +145,6 @@ def _places_by_key(keys: list[Any]) -> dict[Any, list[int]]:
     return groups
 
 
-def _put(leaves: list[Any], column: list[Any], indices: list[int]) -> None:
-    if len(indices) == len(column):
-        column[:] = leaves
-        return
-    for index, leaf in zip(indices, leaves, strict=True):
-        column[index] = leaf
-
-
-def _chosen(items: list[Any], places: list[int]) -> list[Any]:
-    return list(items) if len(places) == len(items) else [items[place] for place in places]
-
-
 def _check_shapes(grads: Tree, grad_leaves: list[Any], columns: list[list[Any]]) -> None:
     # A kernel reads and writes as many numbers as the parameter has, wherever they lie.
     for index, (grad, param, *moments) in enumerate(zip(grad_leaves, *columns, strict=True)):
@@ -167,35 +158,17 @@ def _check_shapes(grads: Tree, grad_leaves: list[Any], columns: list[list[Any]])
                 )
 
 
-def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool, as_they_are: bool) -> list[torch.Tensor]:
-    # A kernel sees memory, not strides: entries must neither overlap nor leave gaps. A copy never does.
+def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool, are_contiguous: bool) -> list[torch.Tensor]:
     if params[0].dtype != dtype:
-        params, donate = [param.to(dtype) for param in params], True
-    elif as_they_are:
-        return params
-    return [param if donate and _is_dense(param) else _copy(param) for param in params]
+        params = [param.to(dtype) for param in params]
+    elif not donate:
+        return copies(params, torch.contiguous_format)
+    # A kernel sees memory, not strides: entries must neither overlap nor leave gaps.
+    return params if are_contiguous else [param if _is_dense(param) else param.contiguous() for param in params]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _laid_out_as(
-    params: list[torch.Tensor], others: list[torch.Tensor], donate: bool, are_contiguous: bool
-) -> list[torch.Tensor]:
-    if are_contiguous and {params[0].dtype}.issuperset(map(_DTYPE, others)):
-        return others
-    found = []
-    for param, other in zip(params, others, strict=True):
-        if other.dtype == param.dtype and other.stride() == param.stride() and (donate or other.is_contiguous()):
-            found.append(other if donate else other.clone())
-        else:
-            found.append(torch.empty_like(param).copy_(other))
-    return found
 
 
 def _narrowed(new: list[torch.Tensor], old: list[torch.Tensor], finite: torch.Tensor | None) -> list[torch.Tensor]:

@@ -64,17 +64,14 @@ def make(optimizer_class: Any, kwargs: dict[str, Any]) -> Maker:
     return Maker(optimizer_class, plain | kwargs, on_device | kwargs)
 
 
-# What a graph of torch.compile may call. It holds tensors and numbers, so it names a maker by its place in this list.
-_IN_GRAPHS: list[Maker] = []
+_IN_GRAPHS = _compat.Numbered[Maker]()  # what graphs of torch.compile may call
 
 
 @_compat.constant_while_tracing
 def place_in_graphs(maker: Maker) -> int:
     """Returns the number by which `run_in_graph` knows a maker; equal ones share it."""
     torch.compiler.allow_in_graph(run_in_graph)
-    if maker not in _IN_GRAPHS:
-        _IN_GRAPHS.append(maker)
-    return _IN_GRAPHS.index(maker)
+    return _IN_GRAPHS.number_of(maker)
 
 
 @_compat.constant_while_tracing

@@ -114,98 +114,136 @@ def opt_level(
     """
     _check_level(level)
     _check_known(unknown)
-    half = _half(half_dtype)
-    model_dtype = _model_dtype(cast_model_type)
-    patch = _flag("patch_torch_functions", patch_torch_functions)
-    keep_norm = _keep_norm(keep_norm_fp32, keep_batchnorm_fp32)
-    masters = None if _is_none(master_weights) else as_masters(master_weights)
-    scale = as_loss_scale(loss_scale)
-    output = as_dtype("cast_model_outputs", cast_model_outputs)
-    rules = as_op_rules(op_rules)
-    norms, patterns = _names(keep_full)
-
+    given = _Overrides(
+        half=_half(half_dtype),
+        cast_model_type=_model_dtype(cast_model_type),
+        patch_torch_functions=_flag("patch_torch_functions", patch_torch_functions),
+        keep_norm_fp32=_keep_norm(keep_norm_fp32, keep_batchnorm_fp32),
+        master_weights=None if _is_none(master_weights) else as_masters(master_weights),
+        loss_scale=as_loss_scale(loss_scale),
+        cast_model_outputs=as_dtype("cast_model_outputs", cast_model_outputs),
+        op_rules=as_op_rules(op_rules),
+        keep_full=_names(keep_full),
+    )
     if _flag("enabled", enabled) is False:
         return Policy(None, None, None)
-    defaults = _LEVELS[level]
+    for is_given, override, allowed, reason in _refusals(given, str(cast_model_type)):
+        if is_given and level not in allowed:
+            raise ValueError(f"opt level {level} with {override}: {reason}")
 
-    def refuse(when: object, choice: str, reason: str) -> None:
-        if when:
-            raise ValueError(f"opt level {level} with {choice}: {reason}")
-
-    refuse(
-        not defaults.half and model_dtype not in (None, False, torch.float32),
-        f"cast_model_type={cast_model_type}",
-        "the model is stored in float32; use 'O2' or 'O3' with half_dtype",
-    )
-    refuse(
-        defaults.half and model_dtype == torch.float32,
-        f"cast_model_type={cast_model_type}",
-        "the model runs in half_dtype; use 'O0' for float32",
-    )
-    refuse(
-        defaults.half and model_dtype not in (None, False, half),
-        f"cast_model_type={cast_model_type}",
-        f"half_dtype is {short_name(half)}; leave cast_model_type out and choose by half_dtype",
-    )
-    refuse(
-        model_dtype is False and (keep_norm or norms is not None or patterns),
-        "cast_model_type=False",
-        "nothing is cast, so there is nothing to keep in float32; leave out keep_norm_fp32 and keep_full",
-    )
-    refuse(patch and level != "O1", "patch_torch_functions=True", "only O1 casts around functions; leave it out")
-    refuse(rules and level != "O1", "op_rules", "only O1 casts op by op; leave them out, or use 'O1'")
-    refuse(
-        rules and patch is False,
-        "op_rules and patch_torch_functions=False",
-        "these contradict each other; leave out one of the two",
-    )
-    for name, choice in {"keep_norm_fp32": keep_norm, "master_weights": masters}.items():
-        refuse(
-            level == "O1" and choice is not None,
-            f"{name}={choice}",
-            "all parameters stay in float32, and each op casts what it takes; leave it out",
-        )
-    refuse(
-        level == "O1" and (norms is not None or patterns),
-        "keep_full",
-        "all parameters stay in float32; choose what runs in float32 by op_rules or fmp.full_precision",
-    )
-    refuse(
-        keep_norm and not defaults.half,
-        "keep_norm_fp32=True",
-        "everything is float32 already; leave it out, or use 'O2'",
-    )
-    refuse(
-        keep_norm is False and norms is not None,
-        "keep_norm_fp32=False",
-        "keep_full has a module, which stands for its normalisation layers; leave out one of the two",
-    )
-    refuse(
-        masters and not defaults.half,
-        f"master_weights={masters}",
-        "float32 parameters are their own masters; leave it out, or use 'O2'",
-    )
-    refuse(
-        masters == "remainder" and half != torch.bfloat16,
-        "master_weights=remainder",
-        f"it is the 16 bits that bf16 lacks of float32, and half_dtype is {short_name(half)}; use half_dtype='bf16', "
-        "or 'kahan'",
-    )
-
+    defaults, half, masters = _LEVELS[level], given.half, given.master_weights
+    norms, patterns = given.keep_full
     if norms is None:
-        norms = NORM_PATTERNS if (defaults.keep_norm_fp32 if keep_norm is None else keep_norm) else ()
+        keep_norm = defaults.keep_norm_fp32 if given.keep_norm_fp32 is None else given.keep_norm_fp32
+        norms = NORM_PATTERNS if keep_norm else ()
     default_scale = "dynamic" if defaults.scales_fp16 and half == torch.float16 else None
-    dtype = None if model_dtype is False else half if defaults.half else torch.float32
-    by_op = level == "O1" and patch is not False
+    dtype = None if given.cast_model_type is False else half if defaults.half else torch.float32
+    by_op = level == "O1" and given.patch_torch_functions is not False
+    output = given.cast_model_outputs
     return Policy(
         param_dtype=dtype,
         compute_dtype=half if by_op else dtype,
         output_dtype=output if dtype is None or output is not None else torch.float32,
         keep_full=() if dtype is None else (*norms, *patterns),
         master_weights=defaults.master_weights if masters is None else masters,
-        loss_scale=default_scale if loss_scale is None else scale,
-        op_rules=(rules or OpRules.apex()) if by_op else None,
+        loss_scale=default_scale if loss_scale is None else given.loss_scale,
+        op_rules=(given.op_rules or OpRules.apex()) if by_op else None,
     )
+
+
+class _Overrides(NamedTuple):
+    """What `opt_level` is given, as it was read; `keep_full` as exact names, None without a module, and patterns."""
+
+    half: torch.dtype
+    cast_model_type: torch.dtype | Literal[False] | None
+    patch_torch_functions: bool | None
+    keep_norm_fp32: bool | None
+    master_weights: bool | str | None
+    loss_scale: float | str | None
+    cast_model_outputs: torch.dtype | None
+    op_rules: OpRules | None
+    keep_full: tuple[tuple[str, ...] | None, tuple[str, ...]]
+
+
+_BY_OP, _FULL, _HALF = ("O1",), ("O0", "O1"), ("O2", "O3")
+_NOT_BY_OP, _NO_LEVEL = ("O0", "O2", "O3"), ()
+
+
+def _refusals(given: _Overrides, dtype: str) -> list[tuple[object, str, tuple[str, ...], str]]:
+    """Lists what may be refused.
+
+    Args:
+        given: The overrides.
+        dtype: How `cast_model_type` was written.
+
+    Returns:
+        Whether it is given; the overrides; the levels that allow them; what others answer.
+    """
+    half, model_dtype, patch, keep_norm, masters, _, _, rules, (norms, patterns) = given
+    keeps, casts = norms is not None or patterns, model_dtype not in (None, False)
+    stored = "all parameters stay in float32, and each op casts what it takes; leave it out"
+    return [
+        (
+            casts and model_dtype != torch.float32,
+            f"cast_model_type={dtype}",
+            _HALF,
+            "the model is stored in float32; use 'O2' or 'O3' with half_dtype",
+        ),
+        (
+            model_dtype == torch.float32,
+            f"cast_model_type={dtype}",
+            _FULL,
+            "the model runs in half_dtype; use 'O0' for float32",
+        ),
+        (
+            casts and model_dtype not in (torch.float32, half),
+            f"cast_model_type={dtype}",
+            _NO_LEVEL,
+            f"half_dtype is {short_name(half)}; leave cast_model_type out and choose by half_dtype",
+        ),
+        (
+            model_dtype is False and (keep_norm or keeps),
+            "cast_model_type=False",
+            _NO_LEVEL,
+            "nothing is cast, so there is nothing to keep in float32; leave out keep_norm_fp32 and keep_full",
+        ),
+        (patch, "patch_torch_functions=True", _BY_OP, "only O1 casts around functions; leave it out"),
+        (rules, "op_rules", _BY_OP, "only O1 casts op by op; leave them out, or use 'O1'"),
+        (
+            rules and patch is False,
+            "op_rules and patch_torch_functions=False",
+            _NO_LEVEL,
+            "these contradict each other; leave out one of the two",
+        ),
+        (keep_norm is not None, f"keep_norm_fp32={keep_norm}", _NOT_BY_OP, stored),
+        (masters is not None, f"master_weights={masters}", _NOT_BY_OP, stored),
+        (
+            keeps,
+            "keep_full",
+            _NOT_BY_OP,
+            "all parameters stay in float32; choose what runs in float32 by op_rules or fmp.full_precision",
+        ),
+        (keep_norm, "keep_norm_fp32=True", _HALF, "everything is float32 already; leave it out, or use 'O2'"),
+        (
+            keep_norm is False and norms is not None,
+            "keep_norm_fp32=False",
+            _NO_LEVEL,
+            "keep_full has a module, which stands for its normalisation layers; leave out one of the two",
+        ),
+        (
+            masters,
+            f"master_weights={masters}",
+            _HALF,
+            "float32 parameters are their own masters; leave it out, or use 'O2'",
+        ),
+        (
+            masters == "remainder" and half != torch.bfloat16,
+            "master_weights=remainder",
+            _NO_LEVEL,
+            f"it is the 16 bits that bf16 lacks of float32, and half_dtype is {short_name(half)}; use "
+            "half_dtype='bf16', or 'kahan'",
+        ),
+    ]
 
 
 def _check_level(level: Any) -> None:

@@ -26,8 +26,8 @@ def accumulate(
     """Averages a gradient over microbatches, in float32 or wider.
 
     A microbatch of weight zero counts for nothing, even if its loss is NaN. Buffers pass from one microbatch to the
-    next; those of a microbatch of weight zero do not. Processes must come to the same buffers if these are no
-    floating-point numbers, which can be averaged; so these pass if the microbatch counts on any process.
+    next; those of a microbatch of weight zero do not. Processes average floating-point buffers. Other buffers must come
+    out equal on all of them; they change if the microbatch counts on any process.
 
     Args:
         gradient_of: `gradient_of(microbatch, buffers, seed)`; it may scale gradients by what is the same for all.
@@ -45,6 +45,7 @@ def accumulate(
     total_loss: Any = None
     total_grads: Tree = None
     total_weight: Any = float(count)
+    excess: torch.Tensor | None = None
     auxes = []
     microbatches = _split(batch, count)
     weights: list[Any] = [None] * count
@@ -66,10 +67,11 @@ def accumulate(
         if weight is not None or total_grads is None:
             grads = tree.map(lambda grad, w=weight: None if grad is None else _weighted(grad, w), grads)
         total_grads = grads if total_grads is None else plus(total_grads, grads)[0]
+        excess = output.excess  # the same for all
         del grads, output
 
     grads = tree.map(lambda total: None if total is None else _divided(total, total_weight), total_grads)
-    return LossOutput(_divided(total_loss, total_weight), buffers, _stack(auxes)), grads
+    return LossOutput(_divided(total_loss, total_weight), buffers, _stack(auxes), excess), grads
 
 
 def _weighted(value: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

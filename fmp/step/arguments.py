@@ -16,8 +16,11 @@ def by_loss(argument: str, value: Any, names: list[str], default: Any) -> list[t
         names: The losses.
         default: The value of a loss that the dictionary leaves out.
 
+    Returns:
+        Each loss with its value.
+
     Raises:
-        KeyError: If it names other losses, or there is only one.
+        KeyError: If the dictionary names other losses, or there is only one.
     """
     if not isinstance(value, Mapping):
         return [(name, value) for name in names]
@@ -31,7 +34,17 @@ def by_loss(argument: str, value: Any, names: list[str], default: Any) -> list[t
 def checked_uses(
     uses: Mapping[str, Sequence[str]] | None, names: list[str], keys: list[str]
 ) -> Mapping[str, tuple[str, ...]]:
-    """Completes `uses`: the optimizer keys of each loss, all of them by default."""
+    """Completes `uses`: the optimizer keys of each loss, all of them by default.
+
+    Args:
+        uses: What was given.
+        names: The losses.
+        keys: The optimizers.
+
+    Raises:
+        TypeError: If `uses` is no dictionary, or has no list of keys for a loss.
+        KeyError: If it names a loss or an optimizer that does not exist, or no loss uses an optimizer.
+    """
     if uses is None:
         return {name: tuple(keys) for name in names}
     if not isinstance(uses, Mapping):
@@ -50,27 +63,44 @@ def checked_uses(
 
 
 def check_names(argument: str, mapping: Mapping[str, Any], named: bool) -> None:
-    """Checks the keys of a dictionary that a user gave; `named` says whether there was one."""
+    """Checks the keys of a dictionary that a user gave; `named` says whether there was one.
+
+    Raises:
+        ValueError: If there is no key, or one that is no string or an empty one.
+    """
     if named and (not mapping or not all(isinstance(name, str) and name for name in mapping)):
         raise ValueError(f"{argument} must have non-empty strings as keys, got {list(mapping)}")
 
 
 def checked_count(accumulate: Any) -> int:
-    """Checks a number of microbatches."""
+    """Checks a number of microbatches.
+
+    Raises:
+        ValueError: If it is no int, or below 1.
+    """
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate must be a whole number of microbatches, at least 1, got {accumulate!r}")
     return accumulate
 
 
 def checked_flag(argument: str, value: Any) -> bool:
-    """Checks a bool."""
+    """Checks a bool.
+
+    Raises:
+        TypeError: If it is something else.
+    """
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {value!r}")
     return value
 
 
 def checked_number(argument: str, value: Any, low: float, high: float) -> float:
-    """Checks a number, from `low` to below `high`."""
+    """Checks a number, from `low` to below `high`.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{argument} must be a number, got {value!r}")
     if not low <= value < high:
@@ -79,7 +109,12 @@ def checked_number(argument: str, value: Any, low: float, high: float) -> float:
 
 
 def checked_layout(layout: Any, microbatch_weight: Any) -> Placement:
-    """Checks a layout; None stands for a single process."""
+    """Checks a layout; None stands for a single process.
+
+    Raises:
+        TypeError: If it is no `Placement`.
+        ValueError: If it averages gradients before they could be weighted, and there is a `microbatch_weight`.
+    """
     if layout is None:
         return Single()
     if isinstance(layout, type) or not isinstance(layout, Placement):

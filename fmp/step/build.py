@@ -4,14 +4,15 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 
 from fmp import _compat, tree
 from fmp.dtypes import casts_itself
-from fmp.optim import GradientTransformation, checks
+from fmp.optim import GradientTransformation
+from fmp.optim.base import check_transformation
 from fmp.placement import Placement
 from fmp.policy import Policy
 from fmp.policy.caster import covered
@@ -42,6 +43,8 @@ class TrainStep:
     config: StepConfig
     donate: bool
     advance: Callable[[StepConfig, TrainState, Tree, Tree], tuple[TrainState, Metrics]]
+    # The structures of `frozen` whose names have been looked at, which takes longer than a step may.
+    _looked_at: set[tree.Spec] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Tree, *, frozen: Tree = None) -> tuple[TrainState, Metrics]:
         """Makes one step.
@@ -50,8 +53,11 @@ class TrainStep:
             state: The state, from `init` or from the step before.
             batch: Any tree of tensors; the policy casts its floating-point leaves. A batch of a class of your own is
                 cast by its method `to`, if it has one.
-            frozen: Passed to the loss function if it takes it; not differentiated. Cast like the parameters, by name:
-                nest it (`{"generator": ...}`) where names of the policy's `keep_full` might hit it.
+            frozen: What the loss takes and the step does not train, such as the base under adapters: any tree, given
+                anew with each call, passed to the loss function if it names it; not differentiated, and not kept in
+                the state. Cast like the parameters, by name, in each step; what is in the compute dtype already, or
+                compressed, goes in as it is. Nest it (`{"generator": ...}`) where names of the policy's `keep_full`
+                might hit it.
 
         Returns:
             The next state, and the metrics of this step.
@@ -59,12 +65,14 @@ class TrainStep:
         Raises:
             DonatedStateError: If the state was given to a donating step before.
             TypeError: If `state` is not a `TrainState`, or is one of a layout and the step has none.
-            ValueError: If `frozen` is given and no loss takes it, or the reverse; if the only loss does not depend on
+            ValueError: If `frozen` is given and no loss takes it, or the reverse; if the policy's `keep_full` names no
+                leaf of it nor of the state; if the only loss does not depend on
                 the parameters; or if a step with a layout runs under a torch.func transform, or one with
                 `compile=True` under vmap.
         """
         _check_call(self.config, state, batch, frozen)
         _check_not_mapped(self.advance)
+        initial.look_at_frozen(self.config, state, frozen, self._looked_at)
         with _unrecorded(), covered():
             if not self.donate or torch.compiler.is_compiling():  # what is compiled as a whole frees by itself
                 return self.advance(self.config, state, batch, frozen)
@@ -163,7 +171,8 @@ def train_step(
 
     Args:
         loss_fn: `loss_fn(params, batch, *, buffers=, seed=, frozen=)`, each keyword only if the function names it. It
-            returns `loss`, `(loss, aux)`, or, if it takes buffers, `(loss, buffers)` or `(loss, buffers, aux)`. The
+            returns `loss`, `(loss, aux)`, or, if it takes buffers, `(loss, buffers)` or `(loss, buffers, aux)`.
+            Buffers and seed are in the state; `frozen` is given with each call, `step(state, batch, frozen=...)`. The
             loss is best reduced in float32: one in float16 can be scaled by 2^15 at most.
         optimizer: Changes the parameters.
         policy: The precision policy; None computes in the parameters' own dtypes. `fmp.autocast` around a step does not
@@ -175,7 +184,8 @@ def train_step(
         microbatch_weight: Gives the weight of a microbatch (a scalar tensor), for example its number of valid tokens.
             One of weight zero counts for nothing, whatever its loss.
         clip_norm: The largest norm of the unscaled gradients, for each optimizer on its own.
-        ema: The decay of a moving average of the parameters, kept in `state.ema`.
+        ema: The decay of a moving average of the parameters, kept in `state.ema` (`average=True` of
+            `fmp.memory.plan`).
         has_aux: Whether the loss function returns auxiliary output, which comes back in the metrics; stacked along a
             new dimension 0 if there are microbatches.
         skip_nonfinite: Whether to skip a step with non-finite gradients. By default every scaler skips except
@@ -212,11 +222,7 @@ def train_step(
     arguments.check_names("loss_fn", loss_fns, isinstance(loss_fn, Mapping))
     arguments.check_names("optimizer", optimizers, isinstance(optimizer, Mapping))
     for key, tx in optimizers.items():
-        if not isinstance(tx, GradientTransformation):
-            raise TypeError(
-                f"optimizer{arguments.at(key)} must be a GradientTransformation such as fmp.optim.adamw(1e-3), or "
-                f"fmp.optim.from_torch(torch.optim.AdamW, lr=1e-3), got {checks.shown(tx)}"
-            )
+        check_transformation(f"optimizer{arguments.at(key)}", tx)
     if microbatch_weight is not None and not callable(microbatch_weight):
         raise TypeError(f"microbatch_weight must be a function of a microbatch, got {microbatch_weight!r}")
     placement = arguments.checked_layout(layout, microbatch_weight)
@@ -278,7 +284,7 @@ def _check_call(config: StepConfig, state: Any, batch: Tree, frozen: Tree) -> No
             "a step with a layout cannot run inside torch.func transforms, since every rank has its own batch and the "
             "collectives are for all; map or differentiate inside of the loss function, or use layout=None"
         )
-    if frozen is not None and not any("frozen" in loss.keywords for loss in config.losses.values()):
+    if frozen is not None and not config.takes("frozen"):
         raise ValueError("the step got frozen=..., but no loss_fn takes the keyword argument `frozen`")
     for loss in config.losses.values():
         if frozen is None and loss.needs_frozen:

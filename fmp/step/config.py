@@ -37,9 +37,13 @@ class StepConfig:
     placement: Placement
 
     @property
-    def master_form(self) -> str:
-        """The form of the masters; without masters, that of no leaf."""
-        return (self.policy and self.policy.master_form) or "f32"
+    def master_form(self) -> str | None:
+        """The form of the masters, a key of `fmp.master.FORMS`; None without masters."""
+        return None if self.policy is None else self.policy.master_form
+
+    def takes(self, keyword: str) -> bool:
+        """Says whether a loss takes `buffers`, `seed` or `frozen`."""
+        return any(keyword in loss.keywords for loss in self.losses.values())
 
     def by_group(self, part: Tree) -> Mapping[str, Any]:
         """Keys a part of the state by group of parameters."""

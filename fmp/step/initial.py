@@ -11,6 +11,7 @@ from fmp import master, members, tree
 from fmp.df11.compressed import CompressedTensor
 from fmp.df11.frozen_weight import FrozenWeight
 from fmp.dtypes import full_precision, is_castable
+from fmp.module import Model
 from fmp.patterns import matches
 from fmp.policy import NORM_PATTERNS
 from fmp.step.config import ONLY, StepConfig
@@ -23,27 +24,31 @@ Tree = Any
 
 def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tensor) -> TrainState:
     """Makes the first state, of copies; see `TrainStep.init`."""
-    _check_trees(config, params, buffers)
-    seed = _checked_seed(seed)
-    given = (params, buffers, seed)
-    warn_of_cast_norms([loss.fn for loss in config.losses.values()], config.policy, params, buffers)
-    params = params if ONLY in config.optimizers else dict(params)
-    device = next((leaf.device for leaf in tree.leaves(params) if leaf is not None), torch.device("cpu"))
     placement = config.placement
-    placed = placement.place(params)
+
+    def checked() -> tuple[int | torch.Tensor, Tree, Tree]:
+        _check_trees(config, params, buffers)
+        own = params if ONLY in config.optimizers else dict(params)
+        return _checked_seed(seed), own, placement.place(own)
+
+    seed, params, placed = placement.together(checked)
+    given = (params, buffers, seed)
+    # The line that called TrainStep.init.
+    warn_of_cast_norms([loss.fn for loss in config.losses.values()], config.policy, buffers, params, stacklevel=3)
+    device = next((leaf.device for leaf in tree.leaves(params) if leaf is not None), torch.device("cpu"))
     placement.check_alike({"params": params, "buffers": buffers, "seed": torch.as_tensor(seed)})
-    params, forms = placement.opened(placed)
+    params, wholes = placement.opened(placed)
     buffers = tree.map(_copy, buffers)
     stored, masters, form = params, tree.map(lambda leaf: None, params), config.master_form
     if config.policy is not None:
         stored = config.policy.cast_to_param(params)
         buffers = config.policy.cast_to_param(buffers)
-        if config.policy.master_form is not None:
+        if form is not None:
             # Some forms round in another way than the policy casts.
             wide = tree.map(_widened, params, stored)
             stored, masters = master.split(wide, stored, master.init(stored, form=form), form=form)
     full = master.merge(stored, masters, form=form)
-    groups = config.by_group(placement.closed(full, forms))
+    groups = config.by_group(placement.closed(full, wholes))
     averages = None if config.ema is None else tree.map(_full_precision_copy, params, full)
 
     def count() -> torch.Tensor:
@@ -51,18 +56,40 @@ def init(config: StepConfig, params: Tree, buffers: Tree, seed: int | torch.Tens
 
     state = TrainState(
         step=count(),
-        params=placement.closed(stored, forms),
-        master=placement.closed(masters, forms),
+        params=placement.closed(stored, wholes),
+        master=placement.closed(masters, wholes),
         opt_state=config.from_groups(
             {key: placement.initial(tx.init, groups[key]) for key, tx in config.optimizers.items()}
         ),
         loss_scale=config.from_losses(tree.map(lambda leaf: _copy(leaf, device), dict(config.scalers))),
         buffers=buffers,
-        ema=None if config.ema is None else placement.closed(averages, forms),
+        ema=None if config.ema is None else placement.closed(averages, wholes),
         seed=torch.as_tensor(seed, dtype=torch.int64, device=device).clone(),
         skip_count=config.from_groups({key: count() for key in config.optimizers}),
     )
     return members.apart(state, *given)
+
+
+def look_at_frozen(config: StepConfig, state: TrainState, frozen: Tree, looked_at: set[tree.Spec]) -> None:
+    """Looks whether the policy keeps in float32 what it is meant to, of what `init` was not given; see `TrainStep`.
+
+    Args:
+        config: The parts of the step.
+        state: The state.
+        frozen: What a call gives besides.
+        looked_at: The structures of `frozen` that have been looked at, which takes longer than a step may; this one is
+            added.
+    """
+    if config.policy is None or torch.compiler.is_compiling() or not config.takes("frozen"):
+        return
+    structure = tree.structure(frozen)
+    if structure in looked_at:
+        return
+    trees = (state.buffers, state.params, frozen)
+    check_kept(config, *trees)
+    # The line that called the step.
+    warn_of_cast_norms([loss.fn for loss in config.losses.values()], config.policy, *trees, stacklevel=3)
+    looked_at.add(structure)
 
 
 def extend(config: StepConfig, state: TrainState, params: Tree) -> TrainState:
@@ -70,9 +97,9 @@ def extend(config: StepConfig, state: TrainState, params: Tree) -> TrainState:
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a dictionary of new parameters, got a {type(params).__name__}")
     placement = config.placement
-    parts, forms = placement.opened(state.params)
+    parts, wholes = placement.opened(state.params)
     masters, _ = placement.opened(state.master)
-    full = placement.closed(master.merge(parts, masters, form=config.master_form), forms)
+    full = placement.closed(master.merge(parts, masters, form=config.master_form), wholes)
     del parts, masters
     full = _merged(full, params, path="params")
     fresh = init(config, full, state.buffers, state.seed)
@@ -122,6 +149,8 @@ def _checked_seed(seed: Any) -> int | torch.Tensor:
 def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
     if isinstance(params, torch.nn.Module):
         raise TypeError("params is an nn.Module; pass the parameters of a function: fmp.functionalize(module).params")
+    if isinstance(params, Model):
+        raise TypeError("params is a fmp.Model; pass its parameters: step.init(model.params, buffers=model.buffers)")
     check_whole({"params": params, "buffers": buffers}, "a state")
     for argument, value in (("params", params), ("buffers", buffers)):
         nodes = optree.tree_leaves(value, is_leaf=lambda node: isinstance(node, CompressedTensor))
@@ -146,18 +175,28 @@ def _check_trees(config: StepConfig, params: Tree, buffers: Tree) -> None:
     if ONLY not in config.optimizers and (not isinstance(params, Mapping) or params.keys() != config.optimizers.keys()):
         found = sorted(params) if isinstance(params, Mapping) else f"a {type(params).__name__}"
         raise KeyError(f"params must have the keys of the optimizers, {sorted(config.optimizers)}; found {found}")
-    _check_patterns(config, params, buffers)
-    takes_buffers = any("buffers" in loss.keywords for loss in config.losses.values())
+    if not config.takes("frozen"):
+        check_kept(config, params, buffers)
+    takes_buffers = config.takes("buffers")
     if takes_buffers and buffers is None:
         raise ValueError("loss_fn takes buffers: pass init(params, buffers=...)")
     if buffers is not None and not takes_buffers:
         raise ValueError("init got buffers, but loss_fn does not take the keyword argument `buffers`")
 
 
-def _check_patterns(config: StepConfig, params: Tree, buffers: Tree) -> None:
-    """Refuses names to keep in float32 of which no leaf has one; those that an opt level guesses may match nothing."""
+def check_kept(config: StepConfig, *trees: Tree) -> None:
+    """Refuses names to keep in float32 of which no leaf has one; those that an opt level guesses may match nothing.
+
+    Args:
+        config: The parts of the step.
+        *trees: Parameters, buffers, and what is frozen.
+
+    Raises:
+        ValueError: If there are leaves, and none has one of the names.
+    """
     given = [] if config.policy is None else [name for name in config.policy.keep_full if name not in NORM_PATTERNS]
-    paths = [*tree.paths(params), *tree.paths(buffers)]
-    if given and tree.leaves(params) and not any(matches(path, given) for path in paths):
+    paths = [path for each in trees for path, leaf in tree.items(each) if leaf is not None]
+    if given and paths and not any(matches(path, given) for path in paths):
         shown = ", ".join(repr(path) for path in paths[:5])
-        raise ValueError(f"the policy's keep_full names {given[:5]}, but no leaf matches; the paths are {shown}, ...")
+        more = ", ..." if len(paths) > 5 else ""
+        raise ValueError(f"the policy's keep_full names {given[:5]}, but no leaf matches; the paths are {shown}{more}")

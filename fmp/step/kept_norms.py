@@ -21,14 +21,15 @@ Tree = Any
 _DEPTH = 3
 
 
-def warn_of_cast_norms(fns: Sequence[Any], policy: Policy | None, params: Tree, buffers: Tree) -> None:
+def warn_of_cast_norms(fns: Sequence[Any], policy: Policy | None, *trees: Tree, stacklevel: int) -> None:
     """Warns if a policy guesses norms by their names, and misses some of a model that a loss function calls.
 
     Args:
         fns: The loss functions. A `fmp.Model` is found among what they, and the functions that they call, refer to.
         policy: The policy; only one that has `NORM_PATTERNS` guesses.
-        params: The parameters, as they were given, with the names of the model, or a dictionary of several such.
-        buffers: The buffers likewise.
+        *trees: Parameters, buffers and what is frozen, as they are given, with the names of the model; or dictionaries
+            of several such.
+        stacklevel: How many calls above this one the user's line is.
 
     Warns:
         UserWarning: It has the paths, and what to pass as `keep_full`.
@@ -38,15 +39,17 @@ def warn_of_cast_norms(fns: Sequence[Any], policy: Policy | None, params: Tree, 
     dtype, is_kept = policy.param_dtype, matcher(policy.keep_full)
     if dtype is None or dtype.itemsize > 2:
         return
-    leaves = {path.replace("/", "."): leaf for path, leaf in [*tree.items(buffers), *tree.items(params)]}
-    groups = [f"{key}." for key in params] if isinstance(params, Mapping) else []
+    leaves = {path.replace("/", "."): leaf for each in trees for path, leaf in tree.items(each)}
+    groups = [f"{key}." for each in trees if isinstance(each, Mapping) for key in each]
     models = {id(model): model for fn in fns for model in _models(fn, _DEPTH)}
     for model in models.values():
-        for prefix in ("", *groups):
-            paths = [prefix + name for name in model.norm_params]
+        for prefix in dict.fromkeys(("", *groups)):
+            # A loss may close over the buffers.
+            names = [name for name in model.norm_params if name in model.params or prefix + name in leaves]
             own = {**model.buffers, **model.params}
-            if not all(_is_like(leaves.get(prefix + name), own[name]) for name in model.norm_params):
+            if not all(_is_like(leaves.get(prefix + name), own[name]) for name in names):
                 continue
+            paths = [prefix + name for name in names]
             cast = [path for path in paths if _is_wide(leaves[path]) and not is_kept(path)]
             if cast:
                 layers = list(dict.fromkeys(path.rpartition(".")[0] or path for path in cast))
@@ -54,7 +57,7 @@ def warn_of_cast_norms(fns: Sequence[Any], policy: Policy | None, params: Tree, 
                     f"the policy keeps normalisation layers in float32 by their names, and misses {_few(cast)}, which "
                     f"become {short_name(dtype)}: give opt_level keep_full=model, the fmp.Model or its module, or "
                     f"these names, keep_full=[{_few(layers)}]; or keep_norm_fp32=False if that is meant",
-                    stacklevel=4,  # where TrainStep.init was called
+                    stacklevel=stacklevel + 1,
                 )
 
 

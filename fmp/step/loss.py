@@ -20,11 +20,19 @@ LossFn = Callable[..., Any]
 
 
 class LossOutput(NamedTuple):
-    """What one evaluation of a loss gives besides its gradient."""
+    """What one evaluation of a loss gives besides its gradient.
+
+    Attributes:
+        loss: The loss, unscaled.
+        buffers: The buffers after it.
+        aux: The auxiliary output; None without.
+        excess: f32[], by what the gradient was divided because the scale was too large for it; None for nothing.
+    """
 
     loss: torch.Tensor
     buffers: Tree
     aux: Tree
+    excess: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ def differentiate(
     frozen: Tree,
     wrt: Sequence[str] | None = None,
     may_be_constant: bool = False,
-) -> tuple[LossOutput, Tree, torch.Tensor | None]:
+) -> tuple[LossOutput, Tree]:
     """Computes a loss and its gradient, still scaled.
 
     Args:
@@ -122,8 +130,7 @@ def differentiate(
             torch.compile traces.
 
     Returns:
-        The unscaled loss with buffers and auxiliary output; the gradients in the structure of what was differentiated;
-        and by what they were divided because a scale was too large, f32[], or None. `unscale` takes both.
+        What the loss gave, and the gradients in the structure of what was differentiated. `unscale` takes these.
 
     Raises:
         ValueError: If the loss depends on none of the parameters and may not.
@@ -134,7 +141,7 @@ def differentiate(
         # A module may write into its buffers, as BatchNorm does; these are copies.
         own_buffers = tree.map(_clone, buffers_in) if "buffers" in loss.keywords else buffers_in
         with contextlib.nullcontext() if policy is None else casting(policy, full, batch, own_buffers, frozen):
-            value, new_buffers, aux = loss(full, batch, buffers=own_buffers, seed=seed, frozen=frozen)
+            value, new_buffers, aux, _ = loss(full, batch, buffers=own_buffers, seed=seed, frozen=frozen)
         if not may_be_constant and not _depends(value, variables):
             raise ValueError(
                 f"loss_fn{loss.where} does not depend on params, so nothing would be trained; compute the loss with "
@@ -145,7 +152,7 @@ def differentiate(
         aux = aux if policy is None else policy.cast_to_output(aux)
         excess = _excess_of(scaler, value)
         scaled_value = scaler.scale(value) if excess is None else scaler.scale(value) / excess
-        return scaled_value, (LossOutput(value, new_buffers, aux), excess)
+        return scaled_value, LossOutput(value, new_buffers, aux, excess)
 
     # `keep_full` names parameters and buffers; a batch that has one of these names by chance is still cast.
     dtype = None if policy is None or policy.op_rules is not None else policy.compute_dtype
@@ -153,8 +160,8 @@ def differentiate(
     frozen = frozen if policy is None else policy.cast_to_compute(frozen)
     buffers_in = buffers if policy is None else policy.cast_to_compute(buffers)
     variables = params if wrt is None else {key: params[key] for key in wrt}
-    (_, (output, excess)), grads = value_and_grad(scaled, has_aux=True)(variables, batch, buffers_in, frozen)
-    return output._replace(loss=output.loss.to(full_precision(output.loss.dtype))), grads, excess
+    (_, output), grads = value_and_grad(scaled, has_aux=True)(variables, batch, buffers_in, frozen)
+    return output._replace(loss=output.loss.to(full_precision(output.loss.dtype))), grads
 
 
 def unscale(scaler: LossScale, grads: Tree, excess: torch.Tensor | None) -> Tree:
@@ -163,7 +170,7 @@ def unscale(scaler: LossScale, grads: Tree, excess: torch.Tensor | None) -> Tree
     Args:
         scaler: What scaled the loss.
         grads: The gradients, as `differentiate` returns them.
-        excess: By what they were divided besides; None for nothing.
+        excess: By what they were divided then, as `LossOutput` says; None for nothing.
     """
     grads = scaler.unscale(grads)
     if excess is None:

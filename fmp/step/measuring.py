@@ -52,7 +52,7 @@ def measured(
         name: The loss.
         grads: Its gradients, still scaled.
         scaler: What scaled them; None if they are unscaled already.
-        excess: By what they were divided then, as `differentiate` returns it.
+        excess: By what they were divided then, as `LossOutput` says.
         params: The parameters.
 
     Returns:

@@ -29,9 +29,8 @@ def agreed(
     output: LossOutput,
     grads: Tree,
     scaler: LossScale,
-    excess: Tensor | None,
     params: Tree,
-    forms: Tree,
+    wholes: Tree,
     batch: Tree,
     *,
     is_split: bool,
@@ -44,9 +43,8 @@ def agreed(
         output: What it gave for this process's part of the batch.
         grads: Its gradients, still scaled.
         scaler: What scaled them.
-        excess: By what they were divided then, as `differentiate` returns it.
         params: The parameters.
-        forms: The forms of the parameters.
+        wholes: The wholes that the parameters are parts of.
         batch: This process's part of the batch.
         is_split: Whether auxiliary outputs are those of microbatches, stacked.
 
@@ -60,11 +58,11 @@ def agreed(
             `fmp.step.equal_parts`.
     """
     place = config.placement
-    grads = place.reduce(grads, forms if ONLY in config.optimizers else {key: forms[key] for key in grads})
-    grads = unscale(scaler, grads, excess)
+    grads = place.reduce(grads, wholes if ONLY in config.optimizers else {key: wholes[key] for key in grads})
+    grads = unscale(scaler, grads, output.excess)
     grads = narrowed(grads, params) if computes_in_double(config) else grads
-    by_group, forms_by_group = config.by_group(grads), config.by_group(forms)
-    found = {key: place.measure(part, forms_by_group[key]) for key, part in by_group.items()}
+    by_group, wholes_by_group = config.by_group(grads), config.by_group(wholes)
+    found = {key: place.measure(part, wholes_by_group[key]) for key, part in by_group.items()}
     is_bad = ~torch.stack([finite for _, finite in found.values()]).all()
     alone = [key for key in by_group if is_alone(config, key)]
 
@@ -91,7 +89,7 @@ def agreed(
     return shared, gradients, sums[0] == 0
 
 
-def with_norms(config: StepConfig, grads: dict[str, Gradients], forms: Tree) -> dict[str, Gradients]:
+def with_norms(config: StepConfig, grads: dict[str, Gradients], wholes: Tree) -> dict[str, Gradients]:
     """Finds the norms that are not known yet, of gradients to which several losses have added."""
     late = [key for key, found in grads.items() if found.norm is None]
     if not late:
@@ -100,7 +98,7 @@ def with_norms(config: StepConfig, grads: dict[str, Gradients], forms: Tree) -> 
     if not place.is_shared:
         norms = [reductions.global_norm(grads[key].values) for key in late]
     else:
-        squares = [place.measure(grads[key].values, config.by_group(forms)[key])[0] for key in late]
+        squares = [place.measure(grads[key].values, config.by_group(wholes)[key])[0] for key in late]
         totals, _ = place.totals(squares, [])
         norms = [_norm(total, grads[key].values) for key, total in zip(late, totals, strict=True)]
     found = dict(zip(late, norms, strict=True))

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from fmp import optim
-from fmp.optim.adam import AdamState, _coefficients_of
+from fmp.optim.adam import AdamState
+from fmp.optim.adam_coefficients import coefficients_of
 from tests.cuda_executor import Module
 from tests.kernels.harness import (
     NAMES,
@@ -93,7 +94,7 @@ def expected(of: Case) -> tuple[Leaves, Leaves, Leaves]:
 
 
 def coefficients(of: Case) -> torch.Tensor:
-    rows = _coefficients_of(
+    rows = coefficients_of(
         of.params,
         [torch.tensor(age) for age in of.ages],
         of.learning_rate,

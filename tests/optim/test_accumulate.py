@@ -174,7 +174,7 @@ def test_an_update_is_differentiable_in_all_gradients_of_its_window():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"transformation is <function adam.*, not a GradientTransformation"):
+    with pytest.raises(TypeError, match=r"transformation must be a GradientTransformation .*, got <function adam"):
         accumulate(optim.adam, 2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         accumulate(optim.adam(0.1), 0)

@@ -9,6 +9,7 @@ from fmp.optim import apply_updates
 from fmp.optim.base import (
     add_scaled,
     bias_correction,
+    check_transformation,
     per_dtype,
     reusable,
     scheduled,
@@ -166,3 +167,19 @@ def test_memory_is_reused_only_where_nothing_can_notice():
     torch.compile(inside, backend="eager", fullgraph=True)(plain)
     assert found == [None, None, None]
     assert reusable(torch.nn.Parameter(plain, requires_grad=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (optim.adam, r"got <function adam at .*>; call it to make one$"),
+        (torch.optim.AdamW, r"got <class 'torch.optim.adamw.AdamW'>$"),
+        (torch.optim.SGD([torch.ones(1)], lr=0.1), r"got an instance of torch.optim.SGD$"),
+        (None, "got None$"),
+    ],
+    ids=["function", "class", "torch", "none"],
+)
+def test_what_is_no_optimizer_is_named_with_what_to_do(value, message):
+    with pytest.raises(TypeError, match=f"^group 'a' must be a GradientTransformation such as fmp.optim.* {message}"):
+        check_transformation("group 'a'", value)
+    check_transformation("group 'a'", optim.adam(0.1))

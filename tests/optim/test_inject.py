@@ -165,7 +165,7 @@ def test_what_makes_no_optimizer_is_refused():
         optim.inject_hyperparams(optim.sgd(0.1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="factory must be a function that makes an optimizer"):
         optim.inject_hyperparams("sgd")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"factory must return a GradientTransformation, got 0.5"):
+    with pytest.raises(TypeError, match=r"what factory returns must be a GradientTransformation .*, got 0.5"):
         optim.inject_hyperparams(lambda rate: rate)(rate=0.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="static must be names of arguments"):
         optim.inject_hyperparams(optim.sgd, static=[1])  # pyright: ignore[reportArgumentType]
@@ -183,3 +183,8 @@ def test_a_schedule_that_returns_a_number_is_not_rounded_to_the_default_dtype():
         torch.set_default_dtype(before)
     for found in (state, new):
         assert torch.equal(found.hyperparams["learning_rate"], torch.tensor(0.1))
+
+
+def test_an_argument_without_its_name_is_refused():
+    with pytest.raises(TypeError, match=r"by name, .* inject_hyperparams\(adamw\)\(learning_rate=\.\.\.\)"):
+        optim.inject_hyperparams(optim.adamw)(1e-3)

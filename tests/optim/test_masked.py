@@ -89,7 +89,7 @@ def test_what_passes_may_be_nan_without_harm():
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"transformation is <function adam.*, not a GradientTransformation"):
+    with pytest.raises(TypeError, match=r"transformation must be a GradientTransformation .*, got <function adam"):
         optim.masked(optim.adam, True)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="structure of mask does not fit"):
         optim.masked(optim.adam(0.1), {"head": True}).init(PARAMS)

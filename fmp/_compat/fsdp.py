@@ -23,6 +23,48 @@ def unfinished(module: nn.Module) -> str | None:
     return None
 
 
+def divides_by(module: nn.Module) -> tuple[float, int] | None:
+    """Says by what a backward pass of a module divides sums of gradients, if not by the number of what it adds up.
+
+    Args:
+        module: One after `fully_shard`.
+
+    Returns:
+        The divisor, and the number of ranks whose gradients are added up; None if the results are means.
+    """
+    for group in [group for state in _states(module) for group in _groups(state)]:
+        mesh = group.mesh_info
+        count = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
+        if group.gradient_divide_factor not in (None, count):
+            return group.gradient_divide_factor, count
+    return None
+
+
+def is_idle(module: nn.Module) -> bool:
+    """Says whether no pass of a module is under way, or has been cut short by an error."""
+    states = [*_states(module)]
+    parts = [*states, *[group for state in states for group in _groups(state)]]
+    return all(part._training_state.name == "IDLE" for part in parts)
+
+
+def reset(module: nn.Module) -> bool:
+    """Sets a module back to before a pass that an error has cut short; False if this version of torch cannot."""
+    roots = {id(root): root for state in _states(module) for root in state._state_ctx.all_states if root._is_root}
+    if not all(hasattr(root, "_reset_iter_state") for root in roots.values()):
+        return False
+    for root in roots.values():
+        root._reset_iter_state()
+    return is_idle(module)
+
+
+def drop_unreduced_gradients(module: nn.Module) -> None:
+    """Forgets the gradients of a backward pass that did not come to reducing them."""
+    for param in [param for state in _states(module) for group in _groups(state) for param in group.fsdp_params]:
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param.unsharded_param.grad = None
+
+
 def has_unreduced_gradients(module: nn.Module) -> bool:
     """Says whether gradients of earlier backward passes wait to be added to those of the next one."""
     groups = [group for state in _states(module) for group in _groups(state)]

@@ -6,7 +6,6 @@ has no manifest and is never loaded.
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +13,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fmp import _compat, files, tree
-from fmp.distributed import manifest, places, storage
+from fmp.distributed import alike, manifest, places, storage
 from fmp.distributed.agreement import Group, gathered, on_the_first, rank_and_size, together
 from fmp.distributed.shards import LocalShard
 from fmp.distributed.turns import PendingSave as PendingSave, turns_of
-from fmp.encoding import decode, is_opaque
+from fmp.encoding import decode
 from fmp.errors import CheckpointError
 from fmp.outline import Entry, check_fits, is_leaf, named, outline, walk, with_static_fields
 
 Tree = Any
 T = TypeVar("T")
-
-_COMPARED = 2**20  # bytes; of larger plain tensors, only some entries are compared across ranks
-_SAMPLE = 2**12  # entries
 
 
 @dataclasses.dataclass
@@ -98,8 +93,9 @@ class Checkpoints:
 
         Args:
             state: Any tree of plain and distributed tensors, None, and Python bools, ints, floats and strings, with the
-                same structure on all ranks. Plain tensors must be the same on all ranks, and one of them writes each;
-                that is checked, for those of more than 1 MiB by some of their entries.
+                same structure on all ranks. Plain tensors must be the same on all ranks, and so must the parts of
+                distributed ones that several ranks have; one of them writes each. That is checked, for those of more
+                than 1 MiB by some of their entries.
             step: The number to find it by. A step that was saved before is replaced.
 
         Raises:
@@ -174,7 +170,7 @@ class Checkpoints:
         folder, group = self._session.folder, self._session.current_group()
         rank, size = rank_and_size(group)
         together(group, lambda: step is None or _check_step(step))
-        _check_same(group, {"the step to load": step})
+        alike.check_same(group, {"the step to load": step})
         path = folder / on_the_first(group, lambda: places.find(folder, step).path.name)
 
         def prepare() -> tuple[manifest.Manifest, dict[str, torch.Tensor]]:
@@ -216,14 +212,29 @@ class Checkpoints:
             return entries, {name: _named_errors(name, storage.part, leaf, copy) for name, leaf in _tensors(state)}
 
         entries, parts = together(group, take)
-        _check_alike(group, step, entries, parts)
-        path = folder / on_the_first(group, lambda: places.make(folder, step).name)
+        alike.check_alike(group, step, entries, parts)
+        written = turns_of(folder).written
+
+        def make() -> str:
+            name = places.next_name(folder, step, written)
+            written.add(name)  # or a save that a signal handler begins in the middle of this one would remove it
+            try:
+                places.make(folder / name, written)
+            except BaseException:
+                written.discard(name)
+                raise
+            return name
+
+        path = folder / on_the_first(group, make)
 
         def write() -> None:
-            storage.write(parts, path, group)
-            stamps = gathered(group, lambda: _stamps(path, rank))
-            contents = manifest.Manifest(step, entries, {name: stamp for own in stamps for name, stamp in own.items()})
-            on_the_first(group, lambda: self._complete_place(path, contents))
+            try:
+                storage.write(parts, path, group)
+                stamps = gathered(group, lambda: _stamps(path, rank))
+                stamped = {name: stamp for own in stamps for name, stamp in own.items()}
+                on_the_first(group, lambda: self._complete_place(path, manifest.Manifest(step, entries, stamped)))
+            finally:
+                written.discard(path.name)
 
         return write
 
@@ -267,43 +278,6 @@ def _named_errors(name: str, work: Callable[..., T], *args: Any) -> T:
         return work(*args)
     except ValueError as error:
         raise ValueError(f"{named(name)}: {error}") from error
-
-
-def _check_alike(group: Group, step: int, entries: dict[str, Entry], parts: dict[str, storage.Part]) -> None:
-    """Raises unless all ranks save the same step of the same tree, with the same plain leaves."""
-    if group is None:
-        return
-    mine: dict[str, Any] = {"the step": [step]}
-    for name, entry in entries.items():
-        # The repr of a set, for one, is another in every process.
-        static = {field: value for field, value in entry.get("static", {}).items() if not is_opaque(value)}
-        mine[named(name)] = [{**entry, "static": static}]
-        part = parts.get(name)
-        if part is not None and not isinstance(part.whole, DTensor):
-            mine[named(name)].append(_fingerprint(part.local))
-    _check_same(group, mine, "; a leaf that differs between ranks must be a distributed tensor")
-
-
-def _check_same(group: Group, mine: dict[str, Any], advice: str = "") -> None:
-    """Raises on all ranks, and names the first difference, unless all of them have the same values."""
-    fingerprint = files.sha256(json.dumps(mine).encode())
-    if len(set(gathered(group, lambda: fingerprint))) == 1:
-        return
-    theirs = gathered(group, lambda: mine)
-    for rank, other in enumerate(theirs):
-        for name in {**theirs[0], **other}:
-            if theirs[0].get(name) != other.get(name):
-                raise CheckpointError(f"{name} is not the same on the ranks 0 and {rank}{advice}")
-
-
-def _fingerprint(tensor: torch.Tensor) -> str:
-    """Computes a checksum of a tensor, or of entries that are spread evenly over a large one."""
-    if tensor.nbytes > _COMPARED:
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # any dtype of so many bytes
-        bits = tensor.view(words.get(tensor.itemsize, tensor.dtype))
-        places = torch.arange(_SAMPLE, device=tensor.device) * (tensor.numel() - 1) // (_SAMPLE - 1)
-        tensor = bits[torch.unravel_index(places, tensor.shape)]
-    return files.sha256(tensor)
 
 
 def _stamps(path: Path, rank: int) -> dict[str, manifest.Stamp]:

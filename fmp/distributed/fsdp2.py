@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fmp import _compat, tree
 from fmp._compat import collectives, fsdp
 from fmp.distributed_modules import wrapper_of
+from fmp.dtypes import short_name
 
 Params = dict[str, Tensor]
 
@@ -78,10 +79,11 @@ def fsdp2_value_and_grad(
     Raises:
         TypeError: If the module is not one of FSDP2; when called, if the loss is no real floating-point tensor.
         KeyError: When called, if parameters are missing or unknown.
-        ValueError: When called, if a parameter has another shape or placement than in the module, the loss is not a
-            scalar, or the module changed a buffer.
+        ValueError: When called, if a parameter has another shape, dtype or placement than in the module, the loss is
+            not a scalar, or the module changed a buffer.
         RuntimeError: When called inside of a torch.func transform, while the module is set to leave gradients
-            unreduced, or while it holds some that were left so.
+            unreduced or to divide them by another number than that of the ranks, or while it holds some that were left
+            unreduced.
 
     Example:
         >>> import torch.distributed as dist
@@ -104,8 +106,8 @@ def fsdp2_value_and_grad(
     def value_and_grad_fn(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if _compat.transform_active():
             raise RuntimeError("FSDP2 works by hooks of autograd; call it outside of vmap, grad and other transforms")
-        _check_reduces(module)
         own = _resharded(module)
+        _check_reduces(module)
         _check_params(params, own)
         ignored = _ignored(module, own)
         buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
@@ -121,6 +123,11 @@ def fsdp2_value_and_grad(
                 _check_loss(loss)
                 loss.backward()
             grads = {name: param.grad for name, param in own.items()}
+        except BaseException:
+            # FSDP2 would believe itself in the middle of a pass for good.
+            if not fsdp.is_idle(module) and fsdp.reset(module):
+                fsdp.drop_unreduced_gradients(module)
+            raise
         finally:
             for name, param in own.items():
                 param.grad = before[name]
@@ -156,6 +163,11 @@ def _is_fsdp2(module: Any) -> bool:
 
 def _resharded(module: nn.Module) -> dict[str, Any]:
     """Lists the parameters of a module as shards; after a call without a gradient, FSDP2 leaves them whole."""
+    if not (fsdp.is_idle(module) or fsdp.reset(module)):
+        raise RuntimeError(
+            "an error has cut a pass of the module short, and this version of torch cannot set FSDP2 back; make the "
+            "module anew"
+        )
     for part in module.modules():
         if _is_fsdp2(part):
             cast(Any, part).reshard()
@@ -175,8 +187,10 @@ def _check_params(params: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> No
 
 
 def _form(param: Any) -> str:
+    if not isinstance(param, Tensor):
+        return tree.describe(param)
     where = f" placed {tuple(param.placements)} on {param.device_mesh}" if isinstance(param, DTensor) else ""
-    return f"{list(param.shape)}{where}" if isinstance(param, Tensor) else tree.describe(param)
+    return f"{short_name(param.dtype)}{list(param.shape)}{where}"
 
 
 def _check_loss(loss: Any) -> None:
@@ -192,6 +206,12 @@ def _check_reduces(module: nn.Module) -> None:
             f"the module is set by {why} to leave gradients unreduced, and so there are none to return; set it back to "
             "True. To accumulate, average the gradients that several calls return, or let loss_fn go through all "
             "microbatches"
+        )
+    if (found := fsdp.divides_by(module)) is not None:
+        divisor, count = found
+        raise RuntimeError(
+            f"the module is set by set_gradient_divide_factor({divisor}) to return gradients that are not means over "
+            f"the {count} ranks; set it to {float(count)}, and multiply what is returned"
         )
     if fsdp.has_unreduced_gradients(module):
         raise RuntimeError(

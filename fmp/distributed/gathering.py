@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fmp import _compat
 from fmp._compat import collectives
+from fmp.distributed.meshes import check_groups
 
 
 class Ranks(NamedTuple):
@@ -113,6 +114,7 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
 
     Raises:
         ValueError: If it has more than two dimensions, or this process is not in it.
+        RuntimeError: If its process groups have been destroyed.
     """
     if mesh.ndim > 2:
         raise ValueError(
@@ -124,6 +126,8 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
             f"this process, rank {torch.distributed.get_rank()}, is not in the mesh, whose ranks are "
             f"{mesh.mesh.flatten().tolist()}; make layouts and steps on these only, or a mesh of all ranks"
         )
+    if not torch.compiler.is_compiling():
+        check_groups(mesh)
     last = mesh.ndim - 1
     group, size, rank = mesh.get_group(last).group_name, mesh.size(last), mesh.get_local_rank(last)
     if last == 0 or mesh.size(0) == 1:
@@ -160,6 +164,18 @@ def mean_of(summed: Tensor, count: int) -> Tensor:
     return summed if summed.dtype == torch.float16 else summed / count
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bits of a tensor, in row-major order, as u8[n].
+
+    Args:
+        tensor: Of any dtype and strides. Its memory is shared where that is possible.
+    """
+    plain = tensor.resolve_conj().resolve_neg()
+    # Strides that do not matter, of a tensor with at most one element, would not let it be viewed as bytes.
+    dense = plain.contiguous() if plain.numel() > 1 else plain.clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8)
+
+
 def rows(count: int, size: int, rank: int) -> tuple[int, int]:
     """Says which rows of a tensor a rank holds, as DTensor's `Shard(0)` shares them out.
 
@@ -190,7 +206,7 @@ class Gather(torch.autograd.Function):
         for leaf, shard in zip(plan.leaves, shards, strict=True):
             local: Tensor = shard.to_local() if isinstance(shard, DTensor) else shard
             most = -(-leaf.shape[0] // ranks.size)
-            sent.append(_padded(local.detach().to(leaf.dtype), most).reshape(-1).view(torch.uint8))
+            sent.append(as_bytes(_padded(local.detach().to(leaf.dtype), most)))
         received = collectives.all_gather(sent, ranks.size, ranks.group)
         found = []
         for leaf, data in zip(plan.leaves, received, strict=True):
@@ -239,7 +255,7 @@ class Scatter(torch.autograd.Function):
             sent.append(_padded(part, -(-leaf.shape[0] // ranks.size) * ranks.size).contiguous())
         received = collectives.reduce_scatter(sent, ranks.size, ranks.group)
         if ranks.copies > 1:
-            received = collectives.all_reduce(received, ranks.replicas)
+            received = _summed(received, ranks.replicas)
         means = [mean_of(summed, count) for summed in received]
         return tuple([_shard(plan, ranks, leaf, mean) for leaf, mean in zip(plan.leaves, means, strict=True)])
 
@@ -265,20 +281,15 @@ class Scatter(torch.autograd.Function):
         return _mapped(Scatter, in_dims[1:], plan, tensors)
 
 
-# What a graph of torch.compile may call. It holds tensors and numbers, so it names a plan by its place in this list.
-_IN_GRAPHS: list[Plan] = []
+_IN_GRAPHS = _compat.Numbered[Plan]()  # what graphs of torch.compile may call
 
 
 @_compat.constant_while_tracing
 def place_in_graphs(mesh: DeviceMesh, leaves: tuple[Leaf, ...], reduce_dtype: torch.dtype) -> int:
     """Returns the number by which `run_in_graph` knows a plan; equal ones share it."""
     torch.compiler.allow_in_graph(run_in_graph)
-    plan = Plan(mesh, leaves, reduce_dtype)
-    for place, known in enumerate(_IN_GRAPHS):
-        if known == plan and known.mesh is mesh:  # an equal one may be of a process group that is gone
-            return place
-    _IN_GRAPHS.append(plan)
-    return len(_IN_GRAPHS) - 1
+    # An equal mesh may be of a process group that is gone.
+    return _IN_GRAPHS.number_of(Plan(mesh, leaves, reduce_dtype), lambda a, b: a == b and a.mesh is b.mesh)
 
 
 def run_in_graph(place: int, *shards: Tensor) -> tuple[Tensor, ...]:
@@ -304,6 +315,16 @@ def _mapped(function: Any, dims: Sequence[int | None], plan: Plan, tensors: Sequ
     moved = [each if dim is None else each.movedim(dim, 1) for each, dim in zip(tensors, dims, strict=True)]
     outputs = function.apply(plan.mapped(tensors, dims), *moved)
     return outputs, tuple([None if dim is None else 1 for dim in dims])
+
+
+def _summed(tensors: Sequence[Tensor], group: str) -> list[Tensor]:
+    """Adds up tensors over ranks, in one collective for each dtype."""
+    found = list(tensors)
+    for dtype in dict.fromkeys([each.dtype for each in tensors]):
+        chosen = [index for index, each in enumerate(tensors) if each.dtype == dtype]
+        for index, total in zip(chosen, collectives.all_reduce([tensors[i] for i in chosen], group), strict=True):
+            found[index] = total
+    return found
 
 
 def _padded(tensor: Tensor, count: int) -> Tensor:

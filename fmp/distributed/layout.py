@@ -12,33 +12,34 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fmp import random, reductions, tree
+from fmp import random, tree
 from fmp.distributed import on_dtensors, sharing
 from fmp.distributed.blocks import gathered_block
 from fmp.distributed.gathering import Gather, Leaf, Plan, Ranks, Scatter, ranks_of, rows, sum_dtype
-from fmp.distributed.meshes import check_ascending
+from fmp.distributed.meshes import check_ascending, check_groups
 from fmp.distributed.shards import LocalShard, check_blocks, check_placed, is_placed_on
 from fmp.dtypes import full_precision
 from fmp.patterns import matcher
 
 Tree = Any
+T = TypeVar("T")
 Update = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 _REDUCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a shared out tensor lies; None stands for a plain tensor that every rank has.
+class Whole:
+    """What this rank's rows are a part of; None stands for a plain tensor that every rank has.
 
     Attributes:
-        shape: The shape of the whole.
+        shape: Its shape.
     """
 
     shape: tuple[int, ...]
@@ -132,6 +133,15 @@ class Layout:
         plain = {path: leaf for path, leaf in tensors.items() if not isinstance(leaf, DTensor)}
         sharing.check_alike(self.ranks, plain, self.mesh.device_type)
 
+    def together(self, work: Callable[[], T]) -> T:
+        """Does a piece of work without collectives on every rank, and raises on all of them if it raises on one.
+
+        Raises:
+            ValueError: If it raised on other ranks only; the message names them, and what they met.
+        """
+        check_groups(self.mesh)
+        return sharing.together(self.ranks, work, self.mesh.device_type)
+
     def place(self, values: Tree) -> Tree:
         """Copies what every rank has in full to where it shall lie.
 
@@ -146,7 +156,9 @@ class Layout:
         Raises:
             ValueError: If a tensor is on another device than the mesh, or a pattern of `blocks` matches no path.
             TypeError: If a DTensor lies in another way.
+            RuntimeError: If the process groups of the mesh have been destroyed.
         """
+        check_groups(self.mesh)
         check_blocks(self.blocks, values)
 
         def put(path: str, leaf: Any) -> Any:
@@ -165,28 +177,30 @@ class Layout:
         return tree.map_with_path(put, values)
 
     def opened(self, values: Tree) -> tuple[Tree, Tree]:
-        """Takes this rank's parts out of a placed tree, without a copy, and describes their forms.
+        """Takes this rank's parts out of a placed tree, without a copy, and describes their wholes.
 
         Raises:
             TypeError: If a DTensor lies in another way than the layout puts it.
+            RuntimeError: If the process groups of the mesh have been destroyed.
         """
         if not torch.compiler.is_compiling():
+            check_groups(self.mesh)
             for index, leaf in enumerate(tree.leaves(values)):
                 if isinstance(leaf, DTensor) and not (self.zero and is_placed_on(leaf, self.mesh)):
                     self._check(tree.paths(values)[index], leaf)
         return self._opened(values)
 
     def _opened(self, values: Tree) -> tuple[Tree, Tree]:
-        forms = tree.map(lambda leaf: Form(tuple(leaf.shape)) if isinstance(leaf, DTensor) else None, values)
-        return tree.map(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, values), forms
+        wholes = tree.map(lambda leaf: Whole(tuple(leaf.shape)) if isinstance(leaf, DTensor) else None, values)
+        return tree.map(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, values), wholes
 
-    def closed(self, parts: Tree, forms: Tree) -> Tree:
+    def closed(self, parts: Tree, wholes: Tree) -> Tree:
         """Makes a placed tree of this rank's parts."""
 
-        def put(part: Any, form: Form | None) -> Any:
-            return part if form is None or part is None else self._dtensor(part, form.shape)
+        def put(part: Any, whole: Whole | None) -> Any:
+            return part if whole is None or part is None else self._dtensor(part, whole.shape)
 
-        return tree.map(put, parts, forms)
+        return tree.map(put, parts, wholes)
 
     def initial(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
         """Makes the state of an optimizer for placed parameters: DTensors of rows, and plain tensors."""
@@ -208,65 +222,63 @@ class Layout:
         for path, leaf in tree.items(values):
             if isinstance(leaf, DTensor):
                 check_placed(path, leaf, self.mesh)
-        parts, forms = self._opened(values)
-        return self._gathered(parts, forms, [False] * len(tree.leaves(parts)))
+        parts, wholes = self._opened(values)
+        return self._gathered(parts, wholes, [False] * len(tree.leaves(parts)))
 
-    def offsets(self, forms: Tree) -> Tree:
+    def offsets(self, wholes: Tree) -> Tree:
         """Says at which flat index of the whole tensor each part begins."""
 
-        def start(form: Form | None) -> int:
-            if form is None:
-                return 0
-            return self._bounds(form.shape[0])[0] * math.prod(form.shape[1:])
+        def start(whole: Whole | None) -> int:
+            return 0 if whole is None else self._bounds(whole.shape[0])[0] * math.prod(whole.shape[1:])
 
-        return tree.map(start, forms)
+        return tree.map(start, wholes)
 
-    def gather(self, params: Tree, forms: Tree) -> Tree:
+    def gather(self, params: Tree, wholes: Tree) -> Tree:
         """Makes of this rank's parts what the loss sees: whole tensors, all in one collective, or shards for blocks."""
-        return self._gathered(params, forms, self._in_blocks(params))
+        return self._gathered(params, wholes, self._in_blocks(params))
 
-    def _gathered(self, parts: Tree, forms: Tree, in_block: list[bool]) -> Tree:
+    def _gathered(self, parts: Tree, wholes: Tree, in_block: list[bool]) -> Tree:
         found, spec = tree.flatten(parts)
-        wholes: list[Any] = spec.flatten_up_to(forms)
+        flat_wholes: list[Any] = spec.flatten_up_to(wholes)
         chosen: list[int] = []
-        for index, form in enumerate(wholes):
-            if form is not None and in_block[index]:
-                found[index] = LocalShard(found[index], torch.Size(form.shape))
-            elif form is not None:
+        for index, whole in enumerate(flat_wholes):
+            if whole is not None and in_block[index]:
+                found[index] = LocalShard(found[index], torch.Size(whole.shape))
+            elif whole is not None:
                 chosen.append(index)
         if chosen:
-            plan = self._plan([wholes[index] for index in chosen], [found[index].dtype for index in chosen])
-            for index, whole in zip(chosen, Gather.forward(plan, *[found[i] for i in chosen]), strict=True):
-                found[index] = whole
+            plan = self._plan([flat_wholes[index] for index in chosen], [found[index].dtype for index in chosen])
+            for index, full in zip(chosen, Gather.forward(plan, *[found[i] for i in chosen]), strict=True):
+                found[index] = full
         return tree.unflatten(spec, found)
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Lets random numbers be drawn for this rank's part of the batch."""
         return random.part_of_batch(self.part)
 
-    def reduce(self, grads: Tree, forms: Tree) -> Tree:
+    def reduce(self, grads: Tree, wholes: Tree) -> Tree:
         """Averages gradients over all ranks, in one collective for each dtype, and returns this rank's rows of them.
 
         Args:
             grads: The gradients by what `gather` returned. Those of a block are averaged already.
-            forms: The forms of the parameters.
+            wholes: The wholes that the parameters are parts of.
 
         Returns:
             The means, in float32 or wider.
         """
-        spec = tree.structure(forms)
-        wholes = tree.leaves(forms)
+        spec = tree.structure(wholes)
+        flat_wholes = tree.leaves(wholes)
         found: list[Any] = list(spec.flatten_up_to(grads))
         kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for index, (grad, form) in enumerate(zip(found, wholes, strict=True)):
+        for index, (grad, whole) in enumerate(zip(found, flat_wholes, strict=True)):
             if isinstance(grad, LocalShard):
                 found[index] = grad.local.to(full_precision(grad.local.dtype))
             elif grad is not None:
-                kinds.setdefault((full_precision(grad.dtype), form is not None), []).append(index)
+                kinds.setdefault((full_precision(grad.dtype), whole is not None), []).append(index)
         for (dtype, is_shared_out), chosen in kinds.items():
             own = [found[index] for index in chosen]
             if is_shared_out:
-                plan = self._plan([wholes[index] for index in chosen], [dtype] * len(chosen))
+                plan = self._plan([flat_wholes[index] for index in chosen], [dtype] * len(chosen))
                 means = Scatter.forward(plan, *own)
             else:
                 means = sharing.means(self.ranks, own, sum_dtype(dtype, self.reduce_dtype))
@@ -274,23 +286,17 @@ class Layout:
                 found[index] = mean.to(dtype)
         return tree.unflatten(spec, found)
 
-    def measure(self, grads: Tree, forms: Tree) -> tuple[Tensor, Tensor]:
+    def measure(self, grads: Tree, wholes: Tree) -> tuple[Tensor, Tensor]:
         """Measures gradients that `reduce` returned.
 
         Returns:
             This rank's share, f64[], of the sum of squares, and whether its parts are finite, bool[].
         """
         leaves, spec = tree.flatten(grads)
-        wholes = spec.flatten_up_to(forms)
-        shared = [grad for grad, form in zip(leaves, wholes, strict=True) if form is not None]
-        alike = [grad for grad, form in zip(leaves, wholes, strict=True) if form is None]
-        total, finite = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type), []
-        for part, copies in ((shared, self.ranks.copies), (alike, self.size)):
-            if any(grad is not None for grad in part):
-                found = reductions.measure(part)
-                total = total + found.norm.to(torch.float64).square() / copies
-                finite.append(found.finite)
-        return total, torch.stack(finite).all() if finite else total == 0
+        flat_wholes = spec.flatten_up_to(wholes)
+        shared = [grad for grad, whole in zip(leaves, flat_wholes, strict=True) if whole is not None]
+        alike = [grad for grad, whole in zip(leaves, flat_wholes, strict=True) if whole is None]
+        return sharing.measured(self.ranks, shared, alike, self.mesh.device_type)
 
     def totals(self, sums: Sequence[Tensor], means: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Adds up some tensors over all ranks, and averages others, in one collective, in float64."""
@@ -305,20 +311,15 @@ class Layout:
         return gathered_block(fn, self, **options)
 
     def transform(
-        self,
-        update: Update,
-        grads: Tree,
-        state: Tree,
-        params: Tree,
-        forms: tuple[Tree, Tree],
+        self, update: Update, grads: Tree, state: Tree, params: Tree, wholes: tuple[Tree, Tree]
     ) -> tuple[Tree, Tree]:
         """Runs the `update` of an optimizer on DTensors, so that norms and means in it are those of whole tensors."""
-        of_params, of_state = forms
+        of_params, of_state = wholes
         if self.zero == 0:
             return update(grads, state, params)
         pairs = (grads, of_params), (state, of_state), (params, of_params)
         with on_dtensors.mixing():
-            updates, new = update(*[on_dtensors.mixed(self.closed(part, forms), self.mesh) for part, forms in pairs])
+            updates, new = update(*[on_dtensors.mixed(self.closed(part, wholes), self.mesh) for part, wholes in pairs])
         return tree.map(self._part, updates, of_params), tree.map(self._part, new, of_state)
 
     def _check(self, path: str, leaf: DTensor) -> None:
@@ -336,14 +337,14 @@ class Layout:
     def _dtensor(self, part: Tensor, shape: Sequence[int]) -> DTensor:
         return on_dtensors.dtensor(part, shape, self.mesh)
 
-    def _part(self, leaf: Any, form: Form | None) -> Any:
-        return on_dtensors.part_of(leaf, None if form is None else slice(*self._bounds(form.shape[0])), self.mesh)
+    def _part(self, leaf: Any, whole: Whole | None) -> Any:
+        return on_dtensors.part_of(leaf, None if whole is None else slice(*self._bounds(whole.shape[0])), self.mesh)
 
     def _in_blocks(self, values: Tree) -> list[bool]:
         if self.zero != 3:
             return [False] * len(tree.leaves(values))
         return [self._is_in_block(path) for path in tree.paths(values)]
 
-    def _plan(self, forms: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Plan:
-        leaves = [Leaf(tuple(form.shape), dtype, dtype) for form, dtype in zip(forms, dtypes, strict=True)]
+    def _plan(self, wholes: Sequence[Any], dtypes: Sequence[torch.dtype]) -> Plan:
+        leaves = [Leaf(tuple(whole.shape), dtype, dtype) for whole, dtype in zip(wholes, dtypes, strict=True)]
         return Plan(self.mesh, tuple(leaves), sum_dtype(dtypes[0], self.reduce_dtype))

@@ -1,4 +1,4 @@
-"""Whether torch's two ways of numbering the ranks of a device mesh are one.
+"""Whether a device mesh can be used: its process groups are there, and torch's two ways of numbering its ranks are one.
 
 A process group, and so every collective, goes by the ranks in ascending order; a DTensor goes by their places in the
 mesh. On a mesh whose ranks descend somewhere, one says that a process has other rows than the other.
@@ -16,6 +16,24 @@ def check_ascending(mesh: DeviceMesh) -> None:
     """
     if not all(_ascends(mesh, dim) for dim in range(mesh.ndim)):
         raise ValueError(f"the mesh has the ranks {mesh.mesh.tolist()}; {_ADVICE}")
+
+
+def check_groups(mesh: DeviceMesh) -> None:
+    """Refuses a mesh that this process is in, and whose process groups are not those that it was made on.
+
+    Raises:
+        RuntimeError: If they have been destroyed, or others have their names now.
+    """
+    try:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    except RuntimeError:
+        groups = []  # torch knows none of such a name any more
+    found = [(group.size(), group.rank()) for group in groups]
+    if found != [(mesh.size(dim), rank) for dim, rank in enumerate(mesh.get_coordinate() or ())]:
+        raise RuntimeError(
+            "the process groups of the mesh have been destroyed since it was made; after init_process_group, make the "
+            "mesh, the layout and the step anew, and place the state again, for example from a checkpoint"
+        )
 
 
 def check_stored(tensor: DTensor) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Set
 from pathlib import Path
 
 from fmp.distributed import manifest, storage
@@ -63,21 +64,28 @@ def steps(folder: Path) -> list[int]:
     return [*reversed(latest_first)]
 
 
-def make(folder: Path, step: int) -> Path:
+def next_name(folder: Path, step: int, written: Set[str]) -> str:
+    """Names a new checkpoint, after those that are there or about to be."""
+    places = [*begun(folder), *[parse(folder / name) for name in written]]
+    serial = max((place.serial for place in places if place is not None), default=0) + 1
+    return f"{serial:06d}-step-{step}"
+
+
+def make(path: Path, written: Set[str]) -> None:
     """Creates a folder to write a checkpoint into, marked as unfinished, and removes those that were never finished.
 
     What has the name of a checkpoint, but neither the mark nor a manifest, is someone else's and stays.
+
+    Args:
+        path: The folder.
+        written: The names of those that are being written right now, and stay, too.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    places = begun(folder)
-    for place in places:
-        if not place.is_complete() and not place.path.is_symlink():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for place in begun(path.parent):
+        if not (place.is_complete() or place.path.is_symlink() or place.path.name in written):
             _remove(place.path)
-    serial = max((place.serial for place in places), default=0) + 1
-    path = folder / f"{serial:06d}-step-{step}"
     path.mkdir()
     (path / _MARK).touch()
-    return path
 
 
 def unmark(path: Path) -> None:

@@ -1,16 +1,21 @@
 """Numbers that all ranks come to share: sums, means, rows behind one another, and whether they have the same."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fmp import tree
+from fmp import reductions, tree
 from fmp._compat import collectives
-from fmp.distributed.gathering import Ranks, mean_of, to_sum
+from fmp.distributed.agreement import describe_failures
+from fmp.distributed.gathering import Ranks, as_bytes, mean_of, to_sum
+
+T = TypeVar("T")
 
 _CHUNK = 2**22
+_TEXT = 2**10  # bytes; of an error's message, as many reach the other ranks
 
 
 def count(ranks: Ranks) -> int:
@@ -61,6 +66,21 @@ def means(ranks: Ranks, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[T
     return [torch.view_as_complex(new) if old.is_complex() else new for new, old in zip(found, tensors, strict=True)]
 
 
+def measured(ranks: Ranks, parts: Sequence[Tensor], copies: Sequence[Tensor], device: str) -> tuple[Tensor, Tensor]:
+    """Measures tensors of which each rank has a part, and others of which each has all.
+
+    Returns:
+        This rank's share, f64[], of the sum of squares, and whether its numbers are finite, bool[].
+    """
+    total, finite = torch.zeros((), dtype=torch.float64, device=device), []
+    for tensors, times in ((parts, ranks.copies), (copies, count(ranks))):
+        if any(tensor is not None for tensor in tensors):
+            found = reductions.measure(tensors)
+            total = total + found.norm.to(torch.float64).square() / times
+            finite.append(found.finite)
+    return total, torch.stack(finite).all() if finite else total == 0
+
+
 def concatenated(ranks: Ranks, tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
     """Concatenates each tensor with those of the other ranks, in their order, in one collective.
 
@@ -71,13 +91,17 @@ def concatenated(ranks: Ranks, tensors: Sequence[Tensor], dim: int) -> list[Tens
     """
     if not tensors:
         return []
-    found = [each.detach().movedim(dim, 0).contiguous() for each in tensors]
+    parts = [each.detach().movedim(dim, 0) for each in tensors]
+    # Bytes, since tensors of several dtypes cannot travel together.
+    found = [as_bytes(each) for each in parts]
     for group, size in ((ranks.group, ranks.size), (ranks.replicas, ranks.copies)):
         if size > 1:
-            # Bytes, since tensors of several dtypes cannot travel together.
-            received = collectives.all_gather([each.view(torch.uint8) for each in found], size, group)
-            found = [new.view(old.dtype) for new, old in zip(received, found, strict=True)]
-    return [each.movedim(0, dim) for each in found]
+            found = collectives.all_gather(found, size, group)
+    wholes = [(count(ranks) * each.shape[0], *each.shape[1:]) for each in parts]
+    dtypes = [each.dtype for each in parts]
+    return [
+        data.view(dtype).view(shape).movedim(0, dim) for data, dtype, shape in zip(found, dtypes, wholes, strict=True)
+    ]
 
 
 def check_alike(ranks: Ranks, values: Mapping[str, Tensor], device: str) -> None:
@@ -104,6 +128,37 @@ def check_alike(ranks: Ranks, values: Mapping[str, Tensor], device: str) -> None
         )
 
 
+def together(ranks: Ranks, work: Callable[[], T], device: str) -> T:
+    """Does a piece of work, without collectives, on every rank; if it raises on one, all raise, and none is waited for.
+
+    Args:
+        ranks: Who takes part.
+        work: Called once.
+        device: Where to exchange messages.
+
+    Returns:
+        What this rank's call returned.
+
+    Raises:
+        Exception: What this rank's call raised.
+        ValueError: If it raised on other ranks only; the message names them, and what they met.
+    """
+    result, own = None, None
+    try:
+        result = work()
+    except Exception as error:
+        own = error
+    text = b"" if own is None else f"{type(own).__name__}: {own}".encode()[:_TEXT]
+    sent = torch.tensor([[*text.ljust(_TEXT, b"\0")]], dtype=torch.uint8, device=device)
+    (everyone,) = concatenated(ranks, [sent], 0)
+    if own is not None:
+        raise own
+    texts = [bytes(each).rstrip(b"\0").decode(errors="replace") for each in everyone.tolist()]
+    if failures := {rank: text for rank, text in enumerate(texts) if text}:
+        raise ValueError(describe_failures(failures, len(texts)))
+    return result  # pyright: ignore[reportReturnType]  # it did not raise
+
+
 def _agree(ranks: Ranks, numbers: Tensor) -> list[bool]:
     """Says of each number whether it is the same on every rank."""
     (everyone,) = concatenated(ranks, [numbers.unsqueeze(0)], 0)
@@ -112,8 +167,9 @@ def _agree(ranks: Ranks, numbers: Tensor) -> list[bool]:
 
 def _checksum(leaf: Tensor) -> Tensor:
     """Computes i64[] from the bits of a tensor; swapping entries changes it, too."""
-    flat = leaf.detach().contiguous().reshape(-1)
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.dtype.itemsize, torch.int64))
+    words = as_bytes(leaf.detach()).view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(leaf.dtype.itemsize, torch.int64)
+    )
     total = torch.zeros((), dtype=torch.int64, device=leaf.device)
     for chunk in words.split(_CHUNK):
         total = total * 31 + (chunk.to(torch.int64) * torch.arange(1, chunk.numel() + 1, device=leaf.device)).sum()

@@ -16,7 +16,11 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.tensor import DTensor
 
 from fmp.distributed.agreement import Group, describe_failures, rank_and_size, together
@@ -63,6 +67,12 @@ def part(tensor: torch.Tensor, copy: bool) -> Part:
         whole = _placed_as(tensor, torch.empty_like(local, device="meta"))
     local = local.resolve_conj().resolve_neg()
     return Part(whole, local.to("cpu", copy=True) if copy else local)
+
+
+def place(part: Part) -> tuple[int, ...] | None:
+    """Says where a part begins in the whole tensor; None if this rank has no part. So torch tells parts apart."""
+    items = create_default_local_save_plan({"": part.whole}, is_coordinator=False).items
+    return next((tuple(item.index.offset or ()) for item in items), None)
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,11 +73,13 @@ class Turns:
     Attributes:
         lock: Held by whoever begins a save, writes one in the foreground, or loads.
         pending: The last save in the background.
+        written: The names of the checkpoints that have been begun and not ended; several if a signal handler saves.
     """
 
     # A signal handler may save in the middle of a save; it must not wait for itself.
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
     pending: PendingSave | None = None
+    written: set[str] = dataclasses.field(default_factory=set)
 
     def settle(self) -> None:
         """Waits for the save in the background, and raises its error if nobody has been told."""

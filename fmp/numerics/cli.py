@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -19,8 +18,8 @@ from fmp.df11.container import WeightFile
 from fmp.df11.model_files import ModelFiles
 from fmp.numerics import saved
 from fmp.numerics.inspection import TARGETS, Inspected, Lost, inspect
-from fmp.numerics.text import percent
-from fmp.terminal import OK, printable, with_bar
+from fmp.numerics.tables import percent
+from fmp.terminal import OK, printable, rich, with_bar
 
 _EXPLAINED = (
     "For each tensor: the smallest and the largest magnitude that is neither zero nor infinite, how many elements are "
@@ -54,7 +53,7 @@ def add_commands(commands: Any) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     if not options.json:
-        _rich("table")  # to say so before the work, not after it
+        rich("table")  # to say so before the work, not after it
     is_saved_by_torch = saved.is_saved_by_torch(options.source)
     model = model_files.find(options.source) if is_saved_by_torch else _find(options.source)
     tensors, files, size = _of_torch(model.root) if is_saved_by_torch else _of_safetensors(model)
@@ -123,9 +122,9 @@ def _as_json(tensor: Inspected, file: str) -> dict[str, Any]:
 
 
 def _print_table(tensors: list[Inspected]) -> None:
-    console = _rich("console").Console(file=sys.stdout, highlight=False)
+    console = rich("console").Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:  # a file has no width that lines should keep to
-        console = _rich("console").Console(file=sys.stdout, highlight=False, width=_WIDE)
+        console = rich("console").Console(file=sys.stdout, highlight=False, width=_WIDE)
     wide = console.options.update(width=_WIDE)
     table = _table(tensors, narrow=False)
     if console.measure(table, options=wide).maximum <= console.width:
@@ -160,13 +159,13 @@ def _table(tensors: list[Inspected], *, narrow: bool, names: int | None = None) 
         narrow: Which of the two.
         names: The most characters in a line of a name.
     """
-    text = _rich("text").Text
+    text = rich("text").Text
     headings = ["tensor", "shape", "smallest", "largest", "zeros", "inf/NaN"]
     rows = [_facts(tensor) for tensor in tensors]
     if narrow:
         headings, rows = _in_pairs(headings), [_in_pairs(row) for row in rows]
     style = {"pad_edge": False, "header_style": "bold", "show_lines": narrow, "collapse_padding": narrow}
-    table = _rich("table").Table(box=_rich("box").SIMPLE_HEAD, **style)
+    table = rich("table").Table(box=rich("box").SIMPLE_HEAD, **style)
     for heading in headings:
         name = heading.startswith("tensor")
         justify = "left" if name or heading == "shape" else "right"
@@ -227,14 +226,3 @@ def _losses(lost: Lost | None, *, narrow: bool) -> str:
     if narrow:
         return "\n".join(f"{percent(part)} {name}" for name, part in parts.items() if part)
     return " / ".join(map(percent, parts.values()))
-
-
-def _rich(module: str) -> Any:
-    try:
-        return importlib.import_module(f"rich.{module}")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "rich":
-            raise
-        raise ValueError(
-            "tables need rich, in the extra `tools` of fmp-torch: python -m pip install rich; or ask for --json"
-        ) from error

@@ -15,8 +15,9 @@ from fmp.numerics.history import History
 from fmp.numerics.keeping import copied_states, keeping
 from fmp.numerics.named import leaves_of, named_tensors, random_generators
 from fmp.numerics.op_sequence import OpSequence, Parting, RanOp, parting
+from fmp.numerics.parts import gathered
 from fmp.numerics.record import Recorded
-from fmp.numerics.text import in_columns
+from fmp.numerics.tables import in_columns
 from fmp.step import Metrics, TrainState, TrainStep
 
 Tree = Any
@@ -190,7 +191,7 @@ def compare(
     leaves_a = dict(_named(step_a, args, result_a))
     leaves_b = dict(_named(step_b, args_b, result_b))
     both = [path for path, leaf in leaves_a.items() if path in leaves_b and _shape(leaf) == _shape(leaves_b[path])]
-    found = [(path, value_difference(path, leaves_a[path], leaves_b[path])) for path in both]
+    found = [(path, value_difference(path, gathered(leaves_a[path]), gathered(leaves_b[path]))) for path in both]
     return Comparison(
         leaves=tuple(difference for _, difference in found if difference is not None),
         parting=parting(ops_a, ops_b, tolerance=tolerance, factors=_factors(result_a, result_b)),

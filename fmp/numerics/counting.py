@@ -6,12 +6,22 @@ import torch
 
 from fmp import tree
 from fmp.dtypes import full_precision, is_castable
+from fmp.tree.wholes import check_whole
 
 Tree = Any
 
 
-def floating(values: Tree) -> tuple[tuple[str, ...], list[torch.Tensor]]:
-    """Returns paths and values of the real floating-point leaves of a tree, detached, in float32 or wider."""
+def floating(values: Tree, what: str) -> tuple[tuple[str, ...], list[torch.Tensor]]:
+    """Returns paths and values of the real floating-point leaves of a tree, detached, in float32 or wider.
+
+    Args:
+        values: The tree.
+        what: What is made of them, for a message.
+
+    Raises:
+        TypeError: If the tree holds a `LocalShard`.
+    """
+    check_whole(values, what)
     found = [(path, leaf) for path, leaf in tree.items(values) if is_castable(leaf)]
     return tuple(path for path, _ in found), [leaf.detach().to(full_precision(leaf.dtype)) for _, leaf in found]
 

@@ -9,8 +9,9 @@ from fmp import tree
 from fmp.dtypes import short_name
 from fmp.numerics.counting import floating, fraction, stacked
 from fmp.numerics.formats import Format, number_format
+from fmp.numerics.parts import summed
 from fmp.numerics.scale_argument import Scale, checked_scale
-from fmp.numerics.text import by_leaf, percent, together
+from fmp.numerics.tables import by_leaf, percent, together
 
 Tree = Any
 
@@ -107,7 +108,8 @@ def loss_in(values: Tree, dtype: torch.dtype | str, scale: Scale = 1.0) -> Forma
 
     Raises:
         ValueError: If the format is another one, or the scale is not positive and finite.
-        TypeError: If the scale is neither a number nor a scalar tensor.
+        TypeError: If the scale is neither a number nor a scalar tensor, or the tree holds a `LocalShard`, of which
+            other ranks have other rows.
 
     Example:
         >>> grads = {"w": torch.tensor([1e-9, 1e-8, 1e-6, 1.0]), "b": torch.tensor([0.0, 1e5])}
@@ -125,8 +127,9 @@ def loss_in(values: Tree, dtype: torch.dtype | str, scale: Scale = 1.0) -> Forma
     """
     target = number_format(dtype)
     scale = checked_scale(scale)
-    names, leaves = floating(values)
-    rows = stacked([_lost(leaf, target, scale) for leaf in leaves], (4,), values)
+    names, leaves = floating(values, "the loss")
+    counts = [summed(lambda part: _lost(part, target, scale), leaf) for leaf in leaves]
+    rows = stacked(counts, (4,), values)
     return FormatLoss(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], names, target.dtype)
 
 

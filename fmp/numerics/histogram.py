@@ -7,7 +7,8 @@ import torch
 
 from fmp import tree
 from fmp.numerics.counting import floating, stacked
-from fmp.numerics.text import by_leaf, together
+from fmp.numerics.parts import summed
+from fmp.numerics.tables import by_leaf, together
 
 Tree = Any
 
@@ -84,6 +85,9 @@ def histogram(values: Tree) -> Histogram:
     Returns:
         The histogram, with bins from 2^-149 to 2^127; from 2^-1074 to 2^1023 if a leaf is float64.
 
+    Raises:
+        TypeError: If the tree holds a `LocalShard`, of which other ranks have other rows.
+
     Example:
         >>> result = histogram({"w": torch.tensor([1.0, 1.5, -0.25, 0.0]), "step": torch.tensor(3)})
         >>> filled = result.overall > 0
@@ -94,10 +98,11 @@ def histogram(values: Tree) -> Histogram:
         w           3  2^-2     2^0  2^0      1    0    0
         all         3  2^-2     2^0  2^0      1    0    0
     """
-    names, leaves = floating(values)
+    names, leaves = floating(values, "the histogram")
     lowest, highest = _F64_EXPONENTS if any(leaf.dtype == torch.float64 for leaf in leaves) else _F32_EXPONENTS
     bins = highest - lowest + 1
-    rows = stacked([_count(leaf, lowest, bins) for leaf in leaves], (bins + 3,), values)
+    counts = [summed(lambda part: _count(part, lowest, bins), leaf) for leaf in leaves]
+    rows = stacked(counts, (bins + 3,), values)
     return Histogram(rows[:, :bins], rows[:, bins], rows[:, bins + 1], rows[:, bins + 2], names, lowest)
 
 

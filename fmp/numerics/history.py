@@ -9,7 +9,7 @@ import torch
 
 from fmp import tree
 from fmp.numerics.columns import Leaf, Path, is_whole, names
-from fmp.numerics.text import in_columns, together
+from fmp.numerics.tables import in_columns, together
 from fmp.numerics.watch import MEASURES, fractions
 
 

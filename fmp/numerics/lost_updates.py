@@ -7,7 +7,9 @@ import torch
 from fmp import tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.numerics.counting import fraction, stacked
-from fmp.numerics.text import by_leaf, percent, together
+from fmp.numerics.parts import summed
+from fmp.numerics.tables import by_leaf, percent, together
+from fmp.tree.wholes import check_whole, is_dtensor
 
 Tree = Any
 
@@ -74,6 +76,8 @@ def lost_updates(params: Tree, updates: Tree) -> LostUpdates:
 
     Raises:
         ValueError: If the trees differ in structure, or an update has not the shape of its weight.
+        TypeError: If a tree holds a `LocalShard`, of which other ranks have other rows, or only one of two leaves is a
+            DTensor.
 
     Example:
         >>> params = {"w": torch.ones(4, dtype=torch.bfloat16), "ids": torch.arange(2)}
@@ -85,6 +89,8 @@ def lost_updates(params: Tree, updates: Tree) -> LostUpdates:
         w           3     2    66.7
         all         3     2    66.7
     """
+    check_whole(params, "what is lost")
+    check_whole(updates, "what is lost")
     param_leaves, spec = tree.flatten(params)
     update_leaves, update_spec = tree.flatten(updates)
     if spec != update_spec:
@@ -97,7 +103,12 @@ def lost_updates(params: Tree, updates: Tree) -> LostUpdates:
     for path, param, update in pairs:
         if param.shape != update.shape:
             raise ValueError(f"{path}: the update is {tree.describe(update)}, the parameter {tree.describe(param)}")
-    rows = stacked([_count(param.detach(), update.detach()) for _, param, update in pairs], (2,), params)
+        if is_dtensor(param) != is_dtensor(update):
+            raise TypeError(
+                f"{path}: of the update and the parameter only one is a DTensor; distribute the other one, or "
+                "gather this one with full_tensor()"
+            )
+    rows = stacked([summed(_count, param.detach(), update.detach()) for _, param, update in pairs], (2,), params)
     return LostUpdates(rows[:, 0], rows[:, 1], tuple(path for path, _, _ in pairs))
 
 

@@ -19,11 +19,10 @@ from fmp.df11 import CompressedTensor
 from fmp.numerics.history import History
 from fmp.numerics.record import Recorded
 from fmp.numerics.watch import WatchState
+from fmp.rematerialization.capture import is_library
 from fmp.rematerialization.snapshot import is_full
 from fmp.step import TrainStep
 
-# The variables of these are their own business.
-_LIBRARIES = ("torch", "optree", "numpy", "fmp", "functools", "contextlib")
 _PLAIN = (str, bytes, int, float, complex, type, types.ModuleType, torch.dtype, torch.device, Tensor, nn.Module)
 
 
@@ -161,7 +160,7 @@ def _around(fn: Any) -> list[tuple[str, Any]]:
     code, scope = function.__code__, function.__globals__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         found += [(name, cell.cell_contents)] if is_full(cell) else []
-    if str(scope.get("__name__")).partition(".")[0] not in _LIBRARIES:
+    if not is_library(scope):
         found += [(name, scope[name]) for name in _globals_read(code) if name in scope]
     found += [(name, value) for name, value in (function.__kwdefaults__ or {}).items()]
     return [*found, *[(f"default {index}", value) for index, value in enumerate(function.__defaults__ or ())]]

@@ -13,6 +13,7 @@ from fmp.numerics.keeping import copied_states, keeping, layers
 from fmp.numerics.named import Named, leaves_of, named_tensors
 from fmp.numerics.nonfinite_report import NonfiniteReport
 from fmp.numerics.nonfinite_watch import NonfiniteWatch
+from fmp.numerics.parts import own_part
 
 
 def find_nonfinite(
@@ -82,7 +83,8 @@ def find_nonfinite(
     names = list(named_tensors(fn, args, kwargs))
     grads = _gradients(names)
     watch = NonfiniteWatch(_call.__code__, (ignore,) if isinstance(ignore, str) else tuple(ignore), ops_before)
-    begun_with = watch.begin([*names, *[Named(path, grad) for path, grad, _ in grads]])
+    given = [*names, *[Named(path, grad) for path, grad, _ in grads]]
+    begun_with = watch.begin([replace(item, tensor=own_part(item.tensor)) for item in given])
     result, error = None, ""
     # The engine is to run all of the backward pass in this thread, where nodes have numbers of one row.
     with uncompiled(), torch.autograd.set_multithreading_enabled(False), watch:
@@ -95,7 +97,7 @@ def find_nonfinite(
     stale = {(id(grad), version) for _, grad, version in grads}
     written = [grad for _, grad, version in _gradients(names) if (id(grad), version) not in stale]
     leaves = [leaf for _, leaf in leaves_of(result)]
-    tensors = [leaf for leaf in (*leaves, *written) if isinstance(leaf, Tensor)]
+    tensors = [own_part(leaf) for leaf in (*leaves, *written) if isinstance(leaf, Tensor)]
     found = watch.culprit(tensors, [leaf for leaf in leaves if isinstance(leaf, float)], failed=bool(error))
     if found is None:
         return None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fmp.dtypes import short_name
 from fmp.numerics.magnitudes import Magnitude
+from fmp.numerics.op_watch import COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class NonfiniteReport:
 
     def _title(self) -> str:
         found = {"nan": "NaN", "inf": "inf"}.get(self.kind, f"within 2 % of {short_name(self.result.dtype)}'s max")
-        where = f"{self.op} ({self.phase})" if self.op else f"{self.leaf}, before the call"
+        before = f"{self.leaf}, before the call: to find the op, give what it was called with earlier"
+        where = f"{self.op} ({self.phase})" if self.op else before
         return f"{self.level}: {found} first in {where}"
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -114,6 +116,10 @@ class NonfiniteReport:
         if not self.reached_result and self.kind != "near max":
             by = f": {self.left_out_by}" if self.left_out_by else ""
             facts.append(("note", f"the result is finite, as other ops left it out{by}"))
+        if self.op.startswith(f"{COLLECTIVES}."):
+            facts.append(
+                ("note", "it came from another rank, whose own report names the op, or out of the sum over all")
+            )
         if self.was_compiled:
             facts.append(("note", "the function is compiled; it was run eagerly"))
         return [*facts, ("raised", self.error)]

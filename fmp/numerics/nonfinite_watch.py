@@ -26,12 +26,11 @@ from fmp.numerics.handing_on import Doing, Labels, Taken, doing
 from fmp.numerics.magnitudes import NEAR, Magnitude, entries, is_measurable, measure
 from fmp.numerics.named import Named
 from fmp.numerics.nonfinite_report import NonfiniteReport, OpInput, OpRecord
-from fmp.numerics.op_watch import Op, OpWatch
+from fmp.numerics.op_watch import COPIES, Op, OpWatch
 from fmp.numerics.provenance import Provenance, parts
 from fmp.numerics.sources import IGNORED, MEANT, MISTAKE, NOWHERE, TURNED, Source, first_cause, report
 
 _UNINITIALISED = ("empty", "new_empty", "resize_")
-_COPIES = ("_to_copy", "clone", "copy_", "lift_fresh", "_unsafe_view", "view_copy", "alias_copy")
 _DECODES = "fmp.df11_decode"
 _UNNAMED = "a tensor that the function does not get as an argument"
 
@@ -124,7 +123,7 @@ class NonfiniteWatch(OpWatch):
                 self._notice_near(op, result)
             self._count += is_of_list
             old = self._known.origin(tensor) if op.writes else None
-            name = old.leaf if isinstance(old, _Origin) and op.name not in _COPIES else leaf
+            name = old.leaf if isinstance(old, _Origin) and op.name not in COPIES else leaf
             self._forget_ends(self._known.note(tensor, _Origin(name, light, self._count), labels))
             is_part = op.writes and tensor.nbytes < sum(part.untyped_storage().nbytes() for part in parts(tensor))
             if labels is not None and is_main and not is_part:  # nobody has to read all of what is filled bit by bit
@@ -193,7 +192,7 @@ class NonfiniteWatch(OpWatch):
     def _leaf(self, op: Op) -> str:
         """Finds the path of the leaf that an op copies."""
         origin = self._known.origin(op.inputs[0]) if op.inputs else None
-        return origin.leaf if op.name in (*_COPIES, _DECODES) and isinstance(origin, _Origin) else ""
+        return origin.leaf if op.name in (*COPIES, _DECODES) and isinstance(origin, _Origin) else ""
 
     def _followed(self, op: Op, tensor: Tensor, result: Magnitude, *, is_main: bool) -> Tensor:
         """Finds where the inf and NaN in a result came from, which may be the op itself."""

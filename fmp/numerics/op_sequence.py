@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from fmp import tree
 from fmp.numerics.differences import relative_difference
-from fmp.numerics.op_watch import Op, OpWatch
+from fmp.numerics.op_watch import COPIES, Op, OpWatch
 from fmp.numerics.places import AGAIN, Place
-from fmp.step import initial
+from fmp.step.advance import loss_gradients
 
 # How many entries of a result are kept to be compared.
 SAMPLE = 2**14
@@ -24,9 +23,8 @@ _EPS_ALLOWED = 16
 _REACH = 512
 _SHOWN = 8
 
-_ADVANCE = os.path.join(os.path.dirname(initial.__file__), "advance.py")
-# What does not compute: casts, copies, and what makes numbers out of nothing. Policies differ in these.
-_COPIES = ("_to_copy", "copy_", "clone", "lift_fresh", "_unsafe_view", "view_copy", "alias_copy")
+_GRADIENTS = loss_gradients.__code__
+# What makes numbers out of nothing. Policies differ in these, and in copies.
 _CREATES = ("empty", "zeros", "ones", "full", "new_", "scalar_tensor", "arange", "fill_", "zero_")
 
 
@@ -128,7 +126,7 @@ class OpSequence(OpWatch):
         if not op.outputs or op.place.is_measuring:
             return
         self._eps = max([self._eps, *[torch.finfo(tensor.dtype).eps for tensor in op.outputs]])
-        if op.name in _COPIES or op.name.startswith(_CREATES) or op.place.phase == AGAIN:
+        if op.name in COPIES or op.name.startswith(_CREATES) or op.place.phase == AGAIN:
             return
         if op.place.is_selecting or not (self._with_losses or _is_after_gradients()):
             return
@@ -213,7 +211,7 @@ def _apart(a: RanOp, b: RanOp, factors: Iterable[float]) -> float:
 def _is_after_gradients() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "_gradients" and frame.f_code.co_filename == _ADVANCE:
+        if frame.f_code is _GRADIENTS:
             return False
         frame = frame.f_back
     return True

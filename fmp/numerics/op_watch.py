@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.live_memory import Memory, Watch
 from fmp.numerics.magnitudes import Magnitude, is_measurable, measure
 from fmp.numerics.places import Place, Places
+
+# The operators that compute nothing: casts, copies, and views that autograd does not know as such.
+COPIES = ("_to_copy", "clone", "copy_", "lift_fresh", "_unsafe_view", "view_copy", "alias_copy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +78,16 @@ class OpWatch(Watch):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs an operator and shows it."""
         kwargs = kwargs or {}
+        if any(issubclass(kind, _compat.FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # as DTensors do, to see how a result would lie; there are no numbers
         values = (*args, *kwargs.values())
         schema = getattr(func, "_schema", None)
         writes = schema is not None and schema.is_mutable
         # A mode of the user, such as a policy that casts, must not see what is measured here.
-        with torch._C.DisableTorchFunction():
+        with _compat.DisableTorchFunction():
             place = self._places.here()
-            written, lost = _written(schema, args, kwargs) if writes else ([], [])
-            inputs = tuple([tensor for tensor in _of(Tensor, values) if not any(tensor is other for other in lost)])
+            written, read = _written(schema, args, kwargs) if writes else ([], values)
+            inputs = tuple(_of(Tensor, read))
             overwritten = {
                 index: measure(tensor)
                 for index, tensor in enumerate(inputs)
@@ -90,9 +95,12 @@ class OpWatch(Watch):
             }
             before = {index: inputs[index].clone() for index, held in overwritten.items() if not held.is_finite}
         output = super().__torch_dispatch__(func, types, args, kwargs)
-        if output is NotImplemented or is_view(func):
+        if output is NotImplemented or is_view(func) or func is _WAIT:
             return output
-        with torch._C.DisableTorchFunction():
+        if getattr(func, "namespace", "") == COLLECTIVES:
+            for tensor in _of(Tensor, (output,)):  # what it returns is not there yet
+                _WAIT(tensor)
+        with _compat.DisableTorchFunction():
             returned = _distinct(tuple(_of(Tensor, (output, written))))
             outputs = tuple([tensor for tensor in returned if is_measurable(tensor)])
             others = tuple([tensor for tensor in returned if not is_measurable(tensor)])
@@ -120,6 +128,9 @@ def is_view(func: Any) -> bool:
     return any(result.alias_info and not result.alias_info.is_write for result in returns)
 
 
+COLLECTIVES = "_c10d_functional"
+"""The namespace of the operators by which ranks work together."""
+_WAIT: Any = getattr(torch.ops, COLLECTIVES).wait_tensor.default if torch.distributed.is_available() else None
 _FRESH: Any = torch.ops.aten.lift_fresh.default  # shows a tensor that torch.tensor has just made
 
 
@@ -127,14 +138,14 @@ _FRESH: Any = torch.ops.aten.lift_fresh.default  # shows a tensor that torch.ten
 _FILLS = ("copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "log_normal_")
 
 
-def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Lists the tensors that an operator writes into, and those of them that it does not read before."""
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Any]]:
+    """Lists the tensors that an operator writes into, and the arguments that it reads, which may be the same ones."""
     given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     written = [item for item in schema.arguments if item.alias_info and item.alias_info.is_write]
     is_fill = schema.name.removeprefix("aten::") in _FILLS
-    lost = [item for item in written if item.is_out or is_fill]
-    tensors, unread = [list(_of(Tensor, [given.get(item.name) for item in items])) for items in (written, lost)]
-    return tensors, unread
+    lost = [item.name for item in written if item.is_out or is_fill]
+    into = list(_of(Tensor, [given.get(item.name) for item in written]))
+    return into, [value for name, value in given.items() if name not in lost]
 
 
 def _of(kinds: Any, values: Any) -> Iterator[Any]:

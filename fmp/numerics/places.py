@@ -16,28 +16,22 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-import optree
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from fmp import _compat, dtypes
+from fmp import _compat
 from fmp._compat import ENGINE, next_number, running_node
 from fmp.tree import values
+from fmp.user_line import FMP, LIBRARIES, is_of_mode
 
 FORWARD = "forward"
 BACKWARD = "backward"
 AGAIN = "forward, recomputed"
 
-_OURS = os.path.dirname(dtypes.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
-_LIBRARIES = (
-    _OURS,
-    *[os.path.dirname(str(module.__file__)) + os.sep for module in (torch, optree)],
-    *[str(module.__file__) for module in (contextlib, functools)],
-)
+_LIBRARIES = (*LIBRARIES, *[str(module.__file__) for module in (contextlib, functools)])
 _APPLY = torch.autograd.Function.apply.__func__.__code__
-_MODES = ("__torch_function__", "__torch_dispatch__")
 # What stands between an op and this file: a mode, and what keeps torch.compile out of it.
 _WATCHING = ("op_", "nonfinite", "places", "magnitudes")
 _BEFORE = (
@@ -45,7 +39,7 @@ _BEFORE = (
     *[os.path.join(os.path.dirname(torch.__file__), name) for name in ("_compile.py", "_dynamo")],
 )
 _VALUES = str(values.__file__)
-_RECOMPUTING = (os.path.join(_OURS, "rematerialization"), str(torch.utils.checkpoint.__file__))
+_RECOMPUTING = (os.path.join(FMP, "rematerialization"), str(torch.utils.checkpoint.__file__))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +59,8 @@ class Line:
     modules: tuple[nn.Module, ...] = ()
 
     def __str__(self) -> str:
-        is_ours = self.file.startswith(_OURS)
-        file = os.path.relpath(self.file, os.path.dirname(_OURS[:-1])) if is_ours else os.path.basename(self.file)
+        is_ours = self.file.startswith(FMP)
+        file = os.path.relpath(self.file, os.path.dirname(FMP[:-1])) if is_ours else os.path.basename(self.file)
         return f"{file}:{self.number} in {self.function}"
 
     @property
@@ -165,8 +159,8 @@ class Places:
                 return _line(found, modules), _line(applied, modules), in_python, in_python and is_again, caller
             if code.co_varnames[:1] == ("self",) and isinstance(owner := frame.f_locals.get("self"), nn.Module):
                 modules.append(owner)
-            is_mode = code.co_name in _MODES
-            is_ours = code.co_filename.startswith(_OURS)
+            is_mode = is_of_mode(code)
+            is_ours = code.co_filename.startswith(FMP)
             if not (is_mode or code.co_filename.startswith(_LIBRARIES)):
                 applied = applied or (frame if is_in_function else None)
                 found = found or frame

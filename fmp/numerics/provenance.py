@@ -176,7 +176,8 @@ def parts(tensor: Tensor) -> list[Tensor]:
     """Lists the strided tensors that a tensor is made of; none for layouts that are not looked into."""
     if wraps_tensors(type(tensor)):
         wrapped = [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]
-        return [part for each in wrapped for part in parts(each)]
+        # A DTensor lists its mesh among them.
+        return [part for each in wrapped if isinstance(each, Tensor) for part in parts(each)]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor] if tensor.layout == torch.strided and not tensor.is_nested else []

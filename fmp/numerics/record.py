@@ -14,6 +14,7 @@ from fmp.numerics.trial import Step, Tree, expected_metrics, metrics_of
 from fmp.numerics.watch import MEASURES, WatchState, measure
 from fmp.step import TrainState, TrainStep
 from fmp.step.donation import check_owned, give_away
+from fmp.tree.wholes import check_whole
 
 _ANEW = "start a new history with recorded.init(state)"
 
@@ -69,6 +70,7 @@ class Recorded:
         watched = tuple(path for path, leaf in flat(state) if isinstance(leaf, WatchState))
         leaves = _watched_leaves(state, watched)
         if self.params is not None:
+            check_whole(_params(state), "what is recorded")
             name = short_name(self.params)
             leaves += [("param", path, name) for path, leaf in tree.items(_params(state)) if is_castable(leaf)]
         if not found and not leaves:

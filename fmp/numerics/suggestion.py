@@ -8,6 +8,7 @@ import torch
 from fmp.numerics.counting import device, floating
 from fmp.numerics.format_loss import scaled
 from fmp.numerics.formats import Format, number_format
+from fmp.numerics.parts import of_parts, summed
 
 Tree = Any
 
@@ -51,7 +52,8 @@ def suggest_scale(values: Tree, dtype: torch.dtype | str, *, margin: int = 0, to
 
     Raises:
         ValueError: If the format is another one, or the margin or the tolerance is out of its range.
-        TypeError: If the margin is not an int, or the tolerance not a number.
+        TypeError: If the margin is not an int, or the tolerance not a number; or if the tree holds a `LocalShard`, of
+            which other ranks have other rows.
 
     References:
         Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2: choose a factor so that its
@@ -69,13 +71,15 @@ def suggest_scale(values: Tree, dtype: torch.dtype | str, *, margin: int = 0, to
     """
     target = number_format(dtype)
     _check(margin, tolerance)
-    magnitudes = [leaf.abs() for leaf in floating(values)[1] if leaf.numel()]
+    magnitudes = [leaf.abs() for leaf in floating(values, "the scale")[1] if leaf.numel()]
     if not magnitudes:
         return torch.ones((), dtype=torch.float32, device=device(values))
-    highest = torch.stack([_highest_power(magnitude, target) for magnitude in magnitudes]).amin()
+    powers = [of_parts(lambda part: _highest_power(part, target), magnitude) for magnitude in magnitudes]
+    highest = torch.cat(powers).amin()
     highest = (highest - margin).clamp(-_LARGEST_POWER, _LARGEST_POWER)
-    at_highest = [scaled(magnitude, target, _power_of_two(highest)) for magnitude in magnitudes]
-    counts = torch.stack([_by_halves(each, target) for each in at_highest]).sum(0)
+    scale = _power_of_two(highest)
+    counts = [summed(lambda part: _by_halves(scaled(part, target, scale), target), each) for each in magnitudes]
+    counts = torch.stack(counts).sum(0)
     lost, kept = counts.cumsum(-1)[:, :_MOST_HALVES], counts.sum(-1, keepdim=True)
     halves = (lost <= tolerance * kept.double()).sum(-1).amin()  # what is lost grows, so these are the first
     power = (highest - halves).clamp(min=-_LARGEST_POWER)
@@ -84,6 +88,8 @@ def suggest_scale(values: Tree, dtype: torch.dtype | str, *, margin: int = 0, to
 
 def _highest_power(magnitude: torch.Tensor, target: Format) -> torch.Tensor:
     """Finds the highest power of two at which nothing overflows, save what does at every power, i32[]."""
+    if not magnitude.numel():  # a rank without rows of a tensor
+        return torch.full((), _MOST_HALVES, dtype=torch.int32, device=magnitude.device)
     fits = magnitude < target.max_rounded * 2.0**_LARGEST_POWER
     largest = torch.where(fits, magnitude, 0.0).amax()
     mantissa, exponent = torch.frexp(largest)
@@ -91,7 +97,7 @@ def _highest_power(magnitude: torch.Tensor, target: Format) -> torch.Tensor:
     limit, limit_exponent = math.frexp(target.max_rounded)
     below = mantissa <= limit if target.max_is_even else mantissa < limit
     power = torch.where(below, limit_exponent, limit_exponent - 1) - exponent
-    return torch.where(largest > 0, power, _MOST_HALVES)
+    return torch.where(largest > 0, power, _MOST_HALVES).to(torch.int32)
 
 
 def _by_halves(magnitude: torch.Tensor, target: Format) -> torch.Tensor:
@@ -120,7 +126,7 @@ def _counted(halves: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def _power_of_two(power: torch.Tensor) -> torch.Tensor:
     """Returns 2^power, f32[], from its bits: `exp2` is not exact on every device."""
-    return ((power.to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.bitwise_left_shift(power.to(torch.int32) + 127, 23).view(torch.float32)
 
 
 def _check(margin: int, tolerance: float) -> None:

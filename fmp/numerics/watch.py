@@ -7,9 +7,11 @@ import torch
 from fmp import _compat, tree
 from fmp.dtypes import full_precision, is_castable
 from fmp.numerics.formats import Format, number_format
+from fmp.numerics.parts import of_parts
 from fmp.numerics.scale_argument import Scale, scale_as_number
 from fmp.optim import GradientTransformation
 from fmp.optim.base import check_trainable, zero_count
+from fmp.tree.wholes import check_whole, is_dtensor
 
 Tree = Any
 
@@ -84,7 +86,8 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: Scale = 
     Raises:
         ValueError: If the format is another one, or the scale is out of range; in `update`, if the state is that of a
             watcher with another format or scale, as from an older checkpoint.
-        TypeError: If the scale is neither a number nor a scalar tensor.
+        TypeError: If the scale is neither a number nor a scalar tensor; in `update`, if gradients are `LocalShard`s, of
+            which other ranks have other rows.
 
     Example:
         >>> tx = fmp.optim.chain(watch_gradients("fp16"), fmp.optim.sgd(0.1))
@@ -113,6 +116,7 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: Scale = 
                 f"{target.dtype}, scale={scale:g}; use the same format, or move the numbers of the whole state into a "
                 "new one: fmp.tree.unflatten(fmp.tree.structure(step.init(params)), fmp.tree.leaves(state))"
             )
+        check_whole(grads, "what is measured")
         leaves, spec = tree.flatten(grads)
         kept = spec.flatten_up_to(state.measured)
         check_trainable(grads, leaves, leaves)
@@ -146,19 +150,27 @@ def measure(leaf: torch.Tensor, target: Format, scale: float = 1.0) -> torch.Ten
         # Made on the device: nothing is copied there, which would wait for it.
         return torch.arange(len(MEASURES), dtype=torch.float32, device=leaf.device).clamp(max=1.0)
     values, limit = leaf.detach(), target.zero_up_to / scale
-    if values.device.type != "cpu" or numel <= _PIECE or torch.compiler.is_compiling():
+    if is_dtensor(values):
+        amax, nonzero, kept = _together(of_parts(lambda part: torch.stack(_counts(part, limit)), values))
+    elif values.device.type != "cpu" or numel <= _PIECE or torch.compiler.is_compiling():
         amax, nonzero, kept = _counts(values, limit)
     else:
         # What is in between stays in the cache, which makes it up to ten times as fast.
-        counts = [_counts(piece, limit) for piece in values.reshape(-1).split(_PIECE)]
-        largest, nonzero, kept = [torch.stack(column) for column in zip(*counts, strict=True)]
-        amax, nonzero, kept = largest.amax(), nonzero.sum(), kept.sum()
+        counts = [torch.stack(_counts(piece, limit)) for piece in values.reshape(-1).split(_PIECE)]
+        amax, nonzero, kept = _together(torch.stack(counts))
     return torch.stack([amax, nonzero / numel, kept / numel]).float()
+
+
+def _together(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Puts together what `_counts` returned of several pieces, [pieces, 3]."""
+    return counts[:, 0].amax(), counts[:, 1].sum(), counts[:, 2].sum()
 
 
 def _counts(values: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the largest magnitude, and how many magnitudes exceed zero and the limit; NaN exceeds both."""
     values = values.to(full_precision(values.dtype))
+    if not values.numel():  # a rank without rows of a tensor
+        return values.sum(), values.sum(), values.sum()
     magnitude = values.abs()
     amax = magnitude.amax()
     return amax, _nonzero(magnitude), _nonzero(torch.nn.functional.hardshrink(values, limit))

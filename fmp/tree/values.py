@@ -1,13 +1,14 @@
 """The numbers in a tree: casting them, choosing between two trees, checking and measuring them."""
 
 import copy
+import functools
 from typing import Any
 
 import torch
 
 from fmp.dtypes import casts_itself, full_precision, is_castable
 from fmp.tree.structure import describe, flatten, leaves, map, paths, unflatten
-from fmp.tree.wholes import check_whole
+from fmp.tree.wholes import check_whole, is_dtensor
 
 Tree = Any
 
@@ -117,15 +118,21 @@ def all_finite(tree: Tree) -> torch.Tensor:
     Returns:
         bool[], true for a tree without such tensors. It stays on the device.
 
+    Raises:
+        TypeError: If the tree holds a rank's part of a tensor, such as a `fmp.distributed.LocalShard`.
+
     Example:
         >>> all_finite({"w": torch.tensor([1.0, float("inf")])}), all_finite({})
         (tensor(False), tensor(True))
     """
     check_whole(tree, "the flag")
-    extremes = [extreme for leaf in leaves(tree) if _has_numbers(leaf) for extreme in _extremes(leaf)]
-    if not extremes:
-        return torch.tensor(True, device=_device(tree))
-    return torch.isfinite(torch.stack(extremes)).all()
+    numbers = [leaf.detach() for leaf in leaves(tree) if _has_numbers(leaf) and leaf.numel()]
+    numbers = [leaf.float() if leaf.dtype.itemsize == 1 else leaf for leaf in numbers]
+    counts = [torch.isfinite(leaf).logical_not().sum() for leaf in numbers if is_dtensor(leaf)]
+    extremes = [extreme for leaf in numbers if not is_dtensor(leaf) for extreme in _extremes(leaf)]
+    flags = [torch.stack(counts).sum() == 0] if counts else []
+    flags += [torch.isfinite(torch.stack(extremes)).all()] if extremes else []
+    return functools.reduce(torch.logical_and, flags) if flags else torch.tensor(True, device=_device(tree))
 
 
 def global_norm(tree: Tree) -> torch.Tensor:
@@ -138,6 +145,9 @@ def global_norm(tree: Tree) -> torch.Tensor:
         f32[], or f64[] if any tensor is float64 or complex128; 0 for a tree without such tensors. Squares are summed
         in that dtype, so entries beyond 1.8e19 overflow float32 to inf, as in `torch.nn.utils.clip_grad_norm_`, and a
         norm below 1e-18 has fewer digits.
+
+    Raises:
+        TypeError: If the tree holds a rank's part of a tensor, such as a `fmp.distributed.LocalShard`.
 
     Example:
         >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0], dtype=torch.float16)})
@@ -162,13 +172,11 @@ def _device(tree: Tree) -> torch.device | None:
 
 
 def _extremes(leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the smallest and largest entry: they carry inf and NaN alike, in one pass, without a mask."""
-    if leaf.numel() == 0:
-        return ()
-    leaf = leaf.detach()
-    if leaf.dtype.is_complex:
-        leaf = torch.view_as_real(leaf.resolve_conj())
-    return torch.aminmax(leaf.float() if leaf.dtype.itemsize == 1 else leaf)
+    """Returns the smallest and largest entry: they carry inf and NaN alike, in one pass, without a mask.
+
+    Those of a DTensor do not: gloo leaves out a NaN where it takes the larger one of two processes' numbers.
+    """
+    return torch.aminmax(torch.view_as_real(leaf.resolve_conj()) if leaf.dtype.is_complex else leaf)
 
 
 def _norm(leaf: torch.Tensor) -> torch.Tensor:
@@ -176,7 +184,7 @@ def _norm(leaf: torch.Tensor) -> torch.Tensor:
     if leaf.dtype.itemsize == 1:  # vector_norm upcasts as it reads, but not from the 8-bit formats
         leaf = leaf.to(dtype)
     # A DTensor cannot be cut into rows that are not those of its ranks.
-    if leaf.device.type != "cpu" or leaf.numel() <= _ROW or hasattr(leaf, "placements"):
+    if leaf.device.type != "cpu" or leaf.numel() <= _ROW or is_dtensor(leaf):
         return torch.linalg.vector_norm(leaf, dtype=dtype)
     # On a CPU, vector_norm adds serially and drifts: by 2 % over 5e7 equal entries. Norms of rows do not.
     flat = leaf.reshape(-1)

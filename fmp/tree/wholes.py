@@ -1,11 +1,11 @@
-"""Nodes that hold a part of a tensor only, which functions of whole tensors must not take for all of it."""
+"""Tensors of which other processes have the rest, which functions of whole tensors must not take for all of it."""
 
 from typing import Any
 
 import optree
 import torch
 
-from fmp import _traced
+from fmp import _compat, _traced
 
 Tree = Any
 
@@ -35,6 +35,18 @@ def check_whole(values: Tree, what: str) -> None:
                 "be this rank's own; make DTensors of the tree with fmp.distributed.as_dtensors(tree, mesh), or "
                 "compute it of full parameters, inside of a gathered block"
             )
+
+
+def is_dtensor(leaf: Any) -> bool:
+    """Says whether a tensor is a DTensor, perhaps inside of torch.func transforms, without importing that class.
+
+    Example:
+        >>> is_dtensor(torch.ones(3))
+        False
+    """
+    if isinstance(leaf, torch.Tensor) and not torch.compiler.is_compiling():
+        leaf = _compat.below_transforms(leaf)
+    return hasattr(leaf, "placements")
 
 
 def _is_part(node: Any) -> bool:

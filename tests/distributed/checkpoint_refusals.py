@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from fmp import tree
 from fmp.distributed import Checkpoints, Layout, as_dtensors, local_shards, own_shards, storage
@@ -39,6 +39,16 @@ def refusals(folder: str) -> dict[str, str]:
         values = torch.zeros(3, 2**20, dtype=dtype).t()
         values[2**19 :] = rank
         refused(f"large, {dtype}", lambda values=values: checkpoints.save({"w": values}, 3))
+
+    for name, mine, theirs in (("floats", 1, 1.0), ("bools", 1, True), ("signs", 0.0, -0.0)):
+        refused(f"Python numbers, {name}", lambda value=theirs if odd else mine: checkpoints.save({"x": [value]}, 3))
+    copies = torch.zeros(3, 2**18)
+    copies[2, -1] = rank
+    for name, part in (("small", copies[2, -1:]), ("large", copies)):
+        copied = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
+        refused(f"{name} copies", lambda copied=copied: checkpoints.save_async({"x": copied}, 3))
+    other = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(rank)], run_check=False)
+    refused("placements", lambda: checkpoints.save({"x": other}, 3))
 
     partial = DTensor.from_local(torch.ones(11, 1), mesh, [Partial()], run_check=False)
     refused("a partial sum in like", lambda: checkpoints.load({**small(0), "w": partial}))
@@ -93,6 +103,46 @@ def taken_as_they_are(folder: str) -> list[bool]:
         checkpoints.save({"b": _placed(full["b"], DeviceMesh("cpu", ranks), placements)}, 2)
         assert same_bits(checkpoints.load({"b": torch.zeros(5)}), {"b": full["b"]})
     return [same_bits(plain, full), same_bits(back, shards)]
+
+
+def groups(folder: str) -> list[str]:
+    """Two groups of two ranks save what each has trained; returns the errors. What may be saved comes back."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "data"))
+    inner, group = mesh["data"], mesh.get_local_rank("group")
+    like = {"w": distribute_tensor(torch.zeros(5, 2), inner, [Shard(0)]), "b": torch.zeros(1)}
+    same = {**like, "w": like["w"] + 1}
+    other = {**like, "w": like["w"] + group}
+    checkpoints = Checkpoints(folder)
+    found = [error_of(lambda: checkpoints.save(other, 1)), error_of(lambda: checkpoints.save_async(other, 1))]
+
+    # A first part that is smaller in one group than in the other begins where that does.
+    trio, single = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [3])
+    its = trio if dist.get_rank() < 3 else single
+    uneven = DTensor.from_local(torch.ones(6 // its.size(), 2), its, [Shard(0)], run_check=False)
+    found.append(error_of(lambda: checkpoints.save({"w": uneven}, 1)))
+
+    # Copies whose replicas have come apart in one row.
+    rows = torch.zeros(2, 2)
+    rows[-1, -1] = float(dist.get_rank() == 3)
+    hybrid = DTensor.from_local(rows, mesh, [Replicate(), Shard(0)], run_check=False)
+    found.append(error_of(lambda: checkpoints.save({"w": hybrid}, 1)))
+    assert checkpoints.steps() == []
+
+    checkpoints.save(same, 1)
+    assert same_bits(local(checkpoints.load(like)), local(same))
+    half = DeviceMesh("cpu", [0, 1])
+    checkpoints.save({"w": DTensor.from_local(torch.ones(2, 2), half, [Shard(0)], run_check=False)}, 2)
+    assert checkpoints.load({"w": torch.zeros(4, 2)})["w"].eq(1).all()
+
+    def counted(state: Any) -> Any:
+        part, shape = state["w"].to_local()[None], torch.Size((2, 5, 2))
+        places = [Shard(0), Shard(1)]
+        return {"w": DTensor.from_local(part, mesh, places, run_check=False, shape=shape, stride=(10, 2, 1))}
+
+    checkpoints.save(counted(other), 3)
+    back = checkpoints.load(counted(like))["w"].to_local()[0]
+    assert same_bits(back, other["w"].to_local())
+    return found
 
 
 def _placed(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -3,6 +3,7 @@
 import copy
 import functools
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 
 import fmp
+from fmp._compat import fsdp
 from fmp.distributed import fsdp2_params, fsdp2_value_and_grad
 
 WIDTH = 7
@@ -162,6 +164,81 @@ def without_sync() -> list[str]:
     return found
 
 
+def other_divisors() -> list[str]:
+    """Sets a module to divide sums of gradients by other numbers, the last of which is the number of ranks."""
+    module = sharded()
+    params, data, count = fsdp2_params(module), own_rows(batch()), dist.get_world_size()
+    run = fsdp2_value_and_grad(module, loss_fn)
+    found = []
+    for part in (module, module.blocks[1]):
+        for factor in (count + 1.0, float(count)):
+            cast(Any, part).set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it adds
+            cast(Any, part).set_gradient_divide_factor(factor)
+            found.append(message_of(lambda: run(params, data)))
+    return found
+
+
+def cut_short() -> list[bool]:
+    """Raises in the middle of a pass, forward and backward; says whether the next call has the bits of the first."""
+    module = sharded()
+    params, data = fsdp2_params(module), own_rows(batch())
+    at = ""
+
+    def raises(*_: Any) -> None:
+        raise KeyError(at)
+
+    def with_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        hooked = cast(Any, module).blocks[1][0]
+        if at == "backward":
+            handle = hooked.register_forward_hook(lambda module, args, out: out.register_hook(raises) and None)
+        else:
+            handle = hooked.register_forward_pre_hook(raises if at == "forward" else lambda *_: None)
+        try:
+            loss = loss_fn(module, batch)
+        finally:
+            handle.remove()
+        if at == "loss":
+            raises()
+        return loss
+
+    run = fsdp2_value_and_grad(module, with_error)
+    first = run(params, data)
+    found = []
+    for at in ("forward", "forward", "backward", "loss", "backward", "forward"):
+        found.append(message_of(lambda: run(params, data)) == f"KeyError: '{at}'")
+        at = ""
+        again = run(params, data)
+        found.append(same_gradients(first, again))
+    # Outside of the call, too.
+    at = "forward"
+    found.append(message_of(lambda: with_error(module, data)) == "KeyError: 'forward'")
+    at = ""
+    found.append(fsdp2_params(module).keys() == params.keys())
+    found.append(same_gradients(first, run(params, data)))
+    return found
+
+
+def same_gradients(first: Any, again: Any) -> bool:
+    pairs = [(first[1][name], again[1][name]) for name in first[1]]
+    return bool(first[0] == again[0]) and all(torch.equal(local(a), local(b)) for a, b in pairs if a is not None)
+
+
+def no_way_back() -> list[str]:
+    """Raises in the middle of a pass where torch cannot set a module back."""
+    module = sharded()
+    params, data = fsdp2_params(module), own_rows(batch())
+    run = fsdp2_value_and_grad(module, loss_fn)
+
+    def raises(*_: Any) -> None:
+        raise IndexError
+
+    handle = module.frozen.register_forward_pre_hook(raises)
+    with mock.patch.object(fsdp, "reset", return_value=False):
+        found = [message_of(lambda: run(params, data))]
+        handle.remove()
+        return [*found, message_of(lambda: run(params, data)), message_of(lambda: fsdp2_params(module))]
+
+
 def low_precision() -> tuple[str, float]:
     """Computes in bf16, reduces in f32; returns the gradients' dtypes, and how far they are from exact ones."""
     module = sharded(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -185,6 +262,7 @@ def errors() -> dict[str, str]:
         "plain": lambda: fsdp2_value_and_grad(plain(), loss_fn),
         "missing": lambda: run({}, data),
         "replicated": lambda: run(replicated, data),
+        "double": lambda: run({name: param.double() for name, param in params.items()}, data),
         "vector": lambda: fsdp2_value_and_grad(module, lambda m, b: m(b[0]).mean(0))(params, data),
         "integer": lambda: fsdp2_value_and_grad(module, lambda m, b: m(b[0]).argmax())(params, data),
         "statistics": lambda: fsdp2_value_and_grad(statistics, loss_fn)(fsdp2_params(statistics), data),

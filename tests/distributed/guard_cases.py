@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fmp
 from fmp import optim
-from fmp.distributed import Layout, gathered_block, own_shards
+from fmp.distributed import Layout, full_params, gathered_block, own_shards
 from tests.distributed.layout_cases import ROWS, batches, layout, loss_fn, own, params
 
 Tree = Any
@@ -165,3 +165,102 @@ def factored_moments() -> str:
     state = step.init({"matrix": torch.zeros(8, 3), "stack": torch.zeros(4, 3, 5)})
     found = place.opened(state.opt_state)[0]
     return fmp.tree.describe((found.row, found.column))
+
+
+def odd_strides() -> list[tuple[str, Tree, Tree]]:
+    """Sends one row a rank, of tensors of odd strides, or that are not stored as they read; adds what is right."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    columns = torch.arange(5.0 * size).reshape(size, 5)
+    whole = {"row": columns[:, 0], "column": columns.T[:2].T[:, :1]}
+
+    def aux_of(batch: Tensor) -> Tree:
+        turned = torch.complex(batch[:, 1], batch[:, 2])
+        lazy = {"conj": turned.conj(), "neg": turned.conj().imag, "empty": batch[:, :0], "none": batch[:0].T}
+        return {**lazy, "first": batch[:, 0], "byte": batch[:, 3].to(torch.float8_e4m3fn)}
+
+    found = []
+    for zero in (0, 1):
+        place = Layout(init_device_mesh("cpu", (size,)), zero=zero)
+        step = fmp.train_step(
+            lambda params, batch: ((batch[:, 0] * params["row"]).square().mean(), aux_of(batch)),
+            optim.sgd(0.1),
+            layout=place,
+            has_aux=True,
+        )
+        state, metrics = step(step.init(whole), columns[rank : rank + 1] + 1)
+        rows = [aux_of(columns[each : each + 1] + 1) for each in range(size)]
+        expected = fmp.tree.map(lambda *parts: torch.cat([part.clone() for part in parts]), *rows)
+        for tree in (metrics.aux, expected):
+            tree["byte"] = tree["byte"].float()  # float8 cannot be pickled
+        found.append((f"aux, {zero}", metrics.aux, expected))
+        rate = 0.2 * (columns[:, 0] + 1).square().mean() / size
+        found.append((f"params, {zero}", place.full(state.params)["row"], whole["row"] * (1 - rate)))
+    place = Layout(init_device_mesh("cpu", (size,)), zero=3, blocks=["*"])
+    found.append(("own_shards", full_params(own_shards(whole, place.mesh), place), whole))
+    place.check_alike({"conj": torch.complex(columns, columns)[:1, 0].conj()})
+    return found
+
+
+def two_dtypes(shape: tuple[int, ...]) -> tuple[Tree, Tree]:
+    """Steps with a block whose leaves are of two dtypes, on a mesh and on one device; returns both parameters."""
+    values = {"narrow": torch.arange(10.0).reshape(5, 2), "wide": torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)}
+    rows = torch.arange(40.0).reshape(8, 5) / 40
+    place = Layout(init_device_mesh("cpu", shape), zero=3, blocks=["*"])
+
+    def product(params: Tree, x: Tensor) -> Tensor:
+        return (x @ params["narrow"]).sum(1, keepdim=True) * params["wide"].float()
+
+    found = []
+    for where in (place, None):
+        run = gathered_block(product, where)
+        step = fmp.train_step(lambda params, x, run=run: run(params, x).square().mean(), optim.sgd(0.1), layout=where)
+        state = step.init(values)
+        for _ in range(2):
+            state, _ = step(state, rows if where is None else own(rows, where))
+        found.append(state.params if where is None else where.full(state.params))
+    return found[0], found[1]
+
+
+def after_the_end(folder: str) -> list[str]:
+    """Uses what belongs to a process group that has been destroyed, and then to one of fewer ranks."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    messages = []
+    places = [Layout(init_device_mesh("cpu", (size,)), zero=zero) for zero in (0, 1)]
+    places.append(Layout(init_device_mesh("cpu", (size,)), zero=3, blocks=["w"]))
+    run = gathered_block(lambda w, x: x @ w, places[-1])
+    shards = own_shards({"w": torch.ones(3, 2)}, places[-1].mesh)
+    steps = [fmp.train_step(lambda params, x: (x @ params["w"]).sum(), optim.sgd(0.1), layout=each) for each in places]
+    states = [step.init({"w": torch.ones(3, 2)}) for step in steps]
+
+    def attempt() -> None:
+        for step, state in zip(steps[:2], states[:2], strict=True):
+            messages.append(message_of(lambda step=step, state=state: step(state, torch.ones(1, 3))))
+        messages.append(message_of(lambda: run(shards["w"], torch.ones(1, 3))))
+        messages.append(message_of(lambda: steps[0].init({"w": torch.ones(3, 2)})))
+
+    distributed.barrier()
+    distributed.destroy_process_group()
+    attempt()
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/{rank}", rank=0, world_size=1)
+    attempt()
+    distributed.destroy_process_group()
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/all", rank=rank, world_size=size)
+    return messages
+
+
+def one_alone() -> list[str]:
+    """Work that ends in an error on the last rank only, on none and on all."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    messages = []
+    for shape in ((size,), (2, size // 2)):
+        place = Layout(init_device_mesh("cpu", shape), zero=1)
+
+        def work(failing: list[int]) -> str:
+            if rank in failing:
+                raise KeyError("x" * 2000 if rank else "short")
+            return f"rank {rank}"
+
+        assert place.together(lambda: work([])) == f"rank {rank}"
+        messages += [message_of(lambda: place.together(lambda: work([size - 1]))) for _ in range(2)]
+        messages.append(message_of(lambda: place.together(lambda: work([*range(size)]))))
+    return messages

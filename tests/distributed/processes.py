@@ -55,7 +55,11 @@ def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: floa
         for rank in range(world_size):
             task = (function, args, rank, world_size, os.path.join(folder, "store"), timeout)
             _workers[rank][1].send_bytes(pickle.dumps(task))
-        outcomes, failures = _gather(world_size, timeout)
+        try:
+            outcomes, failures = _gather(world_size, timeout)
+        except BaseException:
+            stop()  # or the next call would read the answers that nobody has read
+            raise
     if failures or len(outcomes) < world_size:
         stop()
         silent = [rank for rank in range(world_size) if rank not in outcomes and rank not in failures]

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fmp.distributed import Checkpoints, storage
+from fmp.distributed import Checkpoints, manifest, places, storage
 from tests.bits import same_bits
 from tests.distributed.checkpoint_cases import error_of
 
@@ -173,3 +174,57 @@ def test_an_old_checkpoint_that_cannot_be_removed(tmp_path: Path, caplog: pytest
         assert "fmp_unfinished" in names(old)
     checkpoints.save(state(3), 3)
     assert names(tmp_path) == ["000003-step-3"]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (places, "make"),
+        (Path, "touch"),
+        (storage, "write"),
+        (manifest, "stamp"),
+        (manifest, "write"),
+        (places, "unmark"),
+    ],
+)
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_signal_handler_may_save_in_the_middle_of_a_save(
+    tmp_path: Path, owner: Any, name: str, after: bool, keep: int
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    checkpoints = Checkpoints(tmp_path / "run", keep)
+    checkpoints.save(state(1), 1)
+    genuine = getattr(owner, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if not after:
+            signal.raise_signal(signal.SIGUSR1)
+        result = genuine(*args, **kwargs)
+        signal.raise_signal(signal.SIGUSR1)
+        return result
+
+    def save(*_: Any) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        Checkpoints(tmp_path / "link", keep).save(state(3), 3)
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        with mock.patch.object(owner, name, interrupted):
+            checkpoints.save(state(2), 2)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert sorted(checkpoints.steps()) == ([1, 2, 3] if keep == 3 else [3])
+    for step in checkpoints.steps():
+        assert same_bits(checkpoints.load(state(), step), state(step))
+    assert len(names(tmp_path / "run")) == keep
+
+
+def test_a_save_that_failed_leaves_a_half_that_the_next_one_removes(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for owner, name in ((storage, "write"), (manifest, "write"), (places, "make")):
+        with mock.patch.object(owner, name, side_effect=OSError("full")), pytest.raises(OSError, match="full"):
+            checkpoints.save(state(1), 1)
+    checkpoints.save(state(2), 2)
+    assert [path.name[6:] for path in tmp_path.iterdir()] == ["-step-2"]

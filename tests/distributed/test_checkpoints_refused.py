@@ -21,6 +21,12 @@ def test_what_would_be_lost_is_refused_on_all_ranks(tmp_path: Path) -> None:
         "large, torch.bfloat16": "CheckpointError: w is not the same on the ranks 0 and 1",
         "large, torch.complex128": "CheckpointError: w is not the same on the ranks 0 and 1",
         "large, torch.bool": "CheckpointError: w is not the same on the ranks 0 and 1",
+        "Python numbers, floats": "CheckpointError: x/0 is not the same on the ranks 0 and 1; a leaf that differs",
+        "Python numbers, bools": "CheckpointError: x/0 is not the same on the ranks 0 and 1",
+        "Python numbers, signs": "CheckpointError: x/0 is not the same on the ranks 0 and 1",
+        "small copies": "CheckpointError: x: the ranks 0 and 1 have the same part of it with other numbers, and",
+        "large copies": "CheckpointError: x: the ranks 0 and 1 have the same part of it with other numbers",
+        "placements": "CheckpointError: x is not the same on the ranks 0 and 1",
         "a partial sum in like": partial,
         "another step to load": "CheckpointError: the step to load is not the same on the ranks 0 and 1",
         "no step on one": "CheckpointError: the step to load is not the same on the ranks 0 and 1",
@@ -35,6 +41,15 @@ def test_what_would_be_lost_is_refused_on_all_ranks(tmp_path: Path) -> None:
     }.items():
         assert first.pop(name).startswith(message)
     assert first == {}
+
+
+def test_groups_of_ranks_do_not_save_a_mixture(tmp_path: Path) -> None:
+    results = run(4, cases.groups, str(tmp_path))
+    assert results == [results[0]] * 4
+    groups, behind, uneven, replicas = results[0]
+    assert groups == behind
+    for message, first, second in ((groups, 0, 2), (uneven, 0, 3), (replicas, 1, 3)):
+        assert message.startswith(f"CheckpointError: w: the ranks {first} and {second} have the same part of it with")
 
 
 def test_what_only_looks_like_that_comes_back(tmp_path: Path) -> None:

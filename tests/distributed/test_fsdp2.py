@@ -42,7 +42,10 @@ def test_what_it_cannot_do_is_refused() -> None:
     for found in run(2, cases.errors):
         assert found["plain"].startswith("TypeError: module must be one that torch.distributed.fsdp.fully_shard was")
         assert found["missing"].startswith("KeyError: 'params: missing blocks.0.0.bias; missing blocks.0.0.weight")
-        assert found["replicated"].startswith("ValueError: params['blocks.0.0.weight'] is [9, 7], but [9, 7] placed")
+        assert found["replicated"].startswith(
+            "ValueError: params['blocks.0.0.weight'] is f32[9, 7], but f32[9, 7] placed"
+        )
+        assert found["double"].startswith("ValueError: params['blocks.0.0.weight'] is f64[9, 7] placed (Shard(dim=0),)")
         assert found["vector"].startswith("ValueError: loss_fn must return a scalar, got f32[7]")
         assert found["integer"].startswith("TypeError: loss_fn must return a real floating-point scalar, got i64[]")
         assert found["statistics"].startswith("ValueError: the module changed its buffer norm.")
@@ -65,3 +68,21 @@ def test_gradients_that_would_not_be_reduced_are_refused() -> None:
             )
         assert left.startswith("RuntimeError: the module holds gradients of a backward pass without gradient sync")
         assert after == "nothing"
+
+
+def test_gradients_that_would_not_be_means_are_refused() -> None:
+    other = "RuntimeError: the module is set by set_gradient_divide_factor(3.0) to return gradients that are not means"
+    for outer, right, inner, again in run(2, cases.other_divisors):
+        assert outer.startswith(other)
+        assert inner.startswith(other)
+        assert right == again == "nothing"
+
+
+def test_an_error_in_the_middle_of_a_pass_does_not_stay() -> None:
+    assert run(2, cases.cut_short) == [[True] * 15] * 2
+
+
+def test_an_error_that_torch_cannot_get_over_is_told() -> None:
+    for first, *later in run(2, cases.no_way_back):
+        assert first.startswith("IndexError")
+        assert all(each.startswith("RuntimeError: an error has cut a pass of the module short") for each in later)

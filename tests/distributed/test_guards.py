@@ -1,5 +1,8 @@
 """What processes must agree on they do agree on, and what would give one of them a silent wrong number is refused."""
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -78,3 +81,36 @@ def test_factored_moments_are_shared_out_like_their_parameters() -> None:
     rows = "{'matrix': f32[4,1], 'stack': f32[2,3,1]}"
     columns = "{'matrix': f32[1,3], 'stack': f32[2,1,5]}"
     assert run(2, cases.factored_moments) == [f"({rows}, {columns})"] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tensors_travel_whatever_their_strides(size: int) -> None:
+    for found in run(size, cases.odd_strides):
+        for name, value, expected in found:
+            torch.testing.assert_close(
+                value, expected, rtol=1e-6, atol=0.0, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)])
+def test_a_block_may_have_leaves_of_several_dtypes(shape: tuple[int, ...]) -> None:
+    for found, expected in run(math.prod(shape), cases.two_dtypes, shape):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_belongs_to_a_process_group_that_is_gone_says_so(tmp_path: Path) -> None:
+    for messages in run(2, cases.after_the_end, str(tmp_path)):
+        assert len(messages) == 8
+        for message in messages:
+            assert message.startswith("RuntimeError: the process groups of the mesh have been destroyed since it was")
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    *others, last = run(4, cases.one_alone)
+    assert [message[:12] for message in last] == ["KeyError: 'x"] * 6
+    for rank, messages in enumerate(others):
+        for one, again, everywhere in (messages[:3], messages[3:]):
+            assert one == again
+            assert one.startswith("ValueError: on rank 3 of 4: KeyError: 'xxx")
+            assert len(one) < 1100
+            assert everywhere == ("KeyError: 'short'" if rank == 0 else f"KeyError: '{'x' * 2000}'")

@@ -432,6 +432,16 @@ def test_what_a_function_closes_over_is_named():
     assert find_nonfinite(model.forward, ONES).leaf == "weight"
 
 
+def test_what_is_written_over_by_what_reads_it_is_followed():
+    def reuses(x):
+        y = x * 2
+        y = torch.add(y, 1.0, out=y)
+        return torch.mul(y, 3.0, out=y)
+
+    report = find_nonfinite(reuses, torch.tensor([1.0, math.nan]))
+    assert (report.op, report.leaf, report.left_out) == ("", "x", ())
+
+
 def test_memory_that_was_never_written_counts_for_nothing():
     def copied(x):
         y = torch.empty(3)

@@ -197,7 +197,7 @@ def _draw_ranges(axes: "Axes", shown: Sequence[Format]) -> None:
 
 
 def _write_legend(legend: "Axes", drawn: "Axes", histogram: Histogram, nonzero: int) -> None:
-    """Writes what the colours mean, and what is in no bin."""
+    """Writes what the colors mean, and what is in no bin."""
     legend.legend(*drawn.get_legend_handles_labels(), loc="upper left", frameon=False, fontsize=9, labelcolor=INK)
     zeros, infinities, nans = (int(part.sum()) for part in (histogram.zeros, histogram.infinities, histogram.nans))
     lines = [f"nonzero: {nonzero:,}", f"zeros: {zeros:,}"]

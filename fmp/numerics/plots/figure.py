@@ -1,4 +1,4 @@
-"""What all pictures share: figures that nothing has to close, their colours, and matplotlib, loaded on first use."""
+"""What all pictures share: figures that nothing has to close, their colors, and matplotlib, loaded on first use."""
 
 import importlib
 from typing import TYPE_CHECKING

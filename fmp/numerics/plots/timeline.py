@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = (BLUE, ORANGE, GREEN, VIOLET, INK)
+_COLORS = (BLUE, ORANGE, GREEN, VIOLET, INK)
 _MOST_LEAVES = 40  # more names than this cannot be read
 _MOST_STEPS = 400
 
@@ -150,8 +150,8 @@ def _draw_curves(axes: "Axes", steps: npt.NDArray, curves: dict[str, npt.NDArray
     for index, values in enumerate(curves.values()):
         shown = np.where(np.isfinite(values), values, np.nan)
         marker = "o" if len(steps) == 1 else None
-        colour = _COLOURS[index % len(_COLOURS)]
-        axes.plot(steps, shown, color=colour, linewidth=1.2, marker=marker, markersize=3, label=str(index), **style)
+        color = _COLORS[index % len(_COLORS)]
+        axes.plot(steps, shown, color=color, linewidth=1.2, marker=marker, markersize=3, label=str(index), **style)
     if len(curves) > 1:
         legend = axes.legend(frameon=False, fontsize=9, labelcolor=MUTED)
         # A legend leaves out labels that begin with an underscore, so the names come in afterwards.

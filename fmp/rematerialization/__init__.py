@@ -1,4 +1,4 @@
-"""Rematerialisation: functions whose intermediate values are computed again for the gradient instead of kept."""
+"""Rematerialization: functions whose intermediate values are computed again for the gradient instead of kept."""
 
 from fmp.rematerialization import saveable as saveable
 from fmp.rematerialization.naming import checkpoint_name as checkpoint_name

@@ -31,7 +31,6 @@ from fmp.rematerialization.snapshot import OWN, Restored, Snapshot, is_full, nam
 _ATOMS = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device, type, types.ModuleType)
 _ATOM_TYPES = frozenset((*_ATOMS, bool))  # found faster than by isinstance
 _NO_CONTEXT = nullcontext()
-# The globals of these are their own business, and hold no tensors.
 _LIBRARIES = ("torch", "optree", "numpy", "fmp", "functools", "contextlib")
 
 
@@ -300,7 +299,7 @@ class Capture:
         in_cells = [self._visit(cell.cell_contents) if is_full(cell) else None for cell in closure]
         given = function.__defaults__, function.__kwdefaults__
         in_defaults = self._visit(given) if any(given) else None
-        names = () if _is_library(scope) else names_read(code)
+        names = () if is_library(scope) else names_read(code)
         in_globals = {name: part for name in names if (part := self._visit(scope.get(name)))}
         self._note_variables(function, names, in_cells, in_globals)
         if not (in_defaults or in_globals or any(in_cells)):
@@ -346,5 +345,6 @@ def _constant(value: Any) -> Rebuild:
     return lambda tensors, made: value
 
 
-def _is_library(scope: dict[str, Any]) -> bool:
+def is_library(scope: dict[str, Any]) -> bool:
+    """Says whether global variables are those of a library: they are its own business, and hold no tensors."""
     return str(scope.get("__name__")).partition(".")[0] in _LIBRARIES

@@ -24,7 +24,8 @@ from fmp.errors import RematError
 from fmp.live_memory import uncompiled
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.guards import check_not_written, versions
-from fmp.rematerialization.ledger import Ledger, memory_of, new_bytes, tensors_of
+from fmp.rematerialization.ledger import Ledger, new_bytes, tensors_of
+from fmp.rematerialization.operators import memory_of
 from fmp.rematerialization.region import differentiable
 from fmp.rematerialization.segments import Stage
 

@@ -4,24 +4,27 @@ A formula for the gradient of `x + gelu(x @ up) @ down` reads all that its recom
 and a third of the work is in that. The graph needs its node all the same, so the function runs to its end:
 
     first     which products are read by nothing but additions and views, whose formulas keep no values, and by these
-              only on the way to the result?
-    again     memory without values stands in for what those return
+              only on the way to the result, and is none of it held by anything else?
+    again     tensors without values stand in for what those return
 
-If another operator reads such memory, or something holds it in the end, the recomputation is made once more, in full,
-and so are all that come later.
+The first pass may be wrong: it does not see what a kernel reads that Python code launches itself, or another thread,
+and the second pass may read more. So it decides only whether an attempt is worth it. A tensor without values cannot be
+read: who tries gets an error, in any thread and any mode. An attempt in which that happens, or of which something is
+held in the end, is made once more, in full, and so are all that come later.
 """
 
 import dataclasses
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmp import _compat
-from fmp.rematerialization.operators import Facts, facts_of, memory_of, tensors_in
+from fmp import _compat, tree
+from fmp.errors import RematError
+from fmp.rematerialization.operators import Facts, facts_of, has_storage, memory_of, tensors_in
 
 _aten: Any = torch.ops.aten
 
@@ -40,8 +43,6 @@ _TRANSPARENT = frozenset(
     ]
 )
 
-_PLAIN = frozenset([Tensor, torch.nn.Parameter])
-
 
 @dataclasses.dataclass
 class Usefulness:
@@ -54,8 +55,11 @@ class Usefulness:
     is_given_up: bool = False
 
 
-class Product(NamedTuple):
-    """A call of a product: what it was given, and how what it returned lies in memory."""
+class Made(NamedTuple):
+    """A call of an operator: what it was given, how what it returned lies in memory, and of which products it is made.
+
+    The products are named by how many calls came before.
+    """
 
     op: Any
     given: Facts
@@ -63,106 +67,182 @@ class Product(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    sources: frozenset[int]
 
 
-class ValueNeeded(Exception):
+class ValueNeeded(RematError):
     """Something reads a value that was left out."""
 
 
 class Unread:
-    """The products of one call whose values no gradient needs.
+    """The operators of one call whose values no gradient needs.
 
     Args:
         usefulness: What other calls have shown.
+
+    Attributes:
+        left_out: What they return, by how many calls of operators came before.
     """
 
     def __init__(self, usefulness: Usefulness):
         self.usefulness = usefulness
-        self.products: dict[int, Product] = {}
-        self.stands_in: list[StorageWeakRef] = []
-        self.has_failed = False
+        self.left_out: dict[int, Made] = {}
+        self._recorder: _Recorder | None = None
 
     def recording(self) -> AbstractContextManager[Any]:
-        """Finds the products while the function runs inside; those of an attempt that was given up are dropped."""
-        self.products = {}
-        return nullcontext() if self.usefulness.is_given_up else _Recorder(self)
+        """Finds the operators while the function runs inside; those of an attempt that was given up are dropped."""
+        self._recorder = None if self.usefulness.is_given_up else _Recorder()
+        return self._recorder or nullcontext()
 
-    def again(self) -> AbstractContextManager[Any]:
-        """Leaves the products out while the function runs inside, where nobody else looks at the operators."""
-        if not self.products or self.usefulness.is_given_up or _compat.dispatch_modes():
-            return nullcontext()
-        self.stands_in, self.has_failed = [], False
-        return _Replayer(self)
+    def settle(self, result: Any) -> None:
+        """Takes over what was found, when nothing but its result is left of the function."""
+        self.left_out = self._recorder.unread(result) if self._recorder else {}
+        self._recorder = None
 
-    def fail(self) -> None:
-        """Takes note that a value was needed that was left out."""
-        self.has_failed = self.usefulness.is_given_up = True
-
-    def is_needed(self) -> bool:
-        """Says, when nothing but the graph is left of the function, whether a value was needed that was left out."""
-        if any(not memory.expired() for memory in self.stands_in):
-            self.fail()
-        return self.has_failed
+    def attempt(self) -> "Attempt | None":
+        """Returns a mode that leaves them out, once; None if that leaves out nothing, or others look at operators."""
+        if not self.left_out or self.usefulness.is_given_up or _compat.dispatch_modes():
+            return None
+        return Attempt(self.left_out, self.usefulness)
 
 
-class _Follower(TorchDispatchMode):
-    """Counts operators, and follows where the values of products go."""
+class _Recorder(_compat.TorchDispatchMode):
+    """Follows where the values of products go."""
 
-    def __init__(self, unread: Unread):
+    def __init__(self) -> None:
         super().__init__()
-        self.unread = unread
-        self.count = 0
-        self.sources: dict[int, frozenset[int]] = {}  # by memory: of which products it is made
-        # As long as these live, no other memory gets the same number.
-        self.references: list[StorageWeakRef] = []
+        self._count = 0
+        self._made: dict[int, Made] = {}
+        self._read: set[int] = set()
+        self._sources: dict[int, frozenset[int]] = {}  # by memory: of which products it is made
+        self._memory: dict[int, StorageWeakRef] = {}  # as long as these live, no other memory gets the same number
 
-    def sources_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
-        """Lists the products of which values are read."""
-        if not self.sources:
-            return frozenset()
-        return frozenset().union(*(self.sources.get(memory_of(each), ()) for each in tensors_in((args, kwargs))))
-
-    def follow(self, output: Tensor, sources: frozenset[int]) -> StorageWeakRef:
-        """Takes note of what a result is made of."""
-        self.sources[memory_of(output)] = sources
-        self.references.append(StorageWeakRef(output.untyped_storage()))
-        return self.references[-1]
-
-
-class _Recorder(_Follower):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs an operator. Unless it is transparent, what it reads is needed."""
         kwargs = kwargs or {}
-        index, self.count = self.count, self.count + 1
-        sources = self.sources_of(args, kwargs)
+        index, self._count = self._count, self._count + 1
+        sources = self._sources_of(args, kwargs)
         output = func(*args, **kwargs)
-        if sources and func in _TRANSPARENT:
-            self.follow(output, sources)
-            return output
-        for source in sources:
-            self.unread.products.pop(source, None)
-        if func in _PRODUCTS and _PLAIN.issuperset(map(type, tensors_in((args, kwargs, output)))):
+        if func in _PRODUCTS:
+            self._read |= sources
+            sources = frozenset([index])
+        if sources and (func in _TRANSPARENT or func in _PRODUCTS) and _are_plain((args, kwargs, output)):
             facts = output.shape, output.stride(), output.dtype, output.device
-            self.unread.products[index] = Product(func, facts_of(args, kwargs), *facts)
-            self.follow(output, frozenset([index]))
+            self._made[index] = Made(func, facts_of(args, kwargs), *facts, sources)
+            self._sources[memory_of(output)] = sources
+            self._memory[memory_of(output)] = StorageWeakRef(output.untyped_storage())
+        else:
+            self._read |= sources
         return output
 
+    def unread(self, result: Any) -> dict[int, Made]:
+        """Lists what is made of a product that nothing reads and nothing but the result holds."""
+        only_shown = _held_by_nothing_else(tensors_in(result))
+        for memory, sources in self._sources.items():
+            if memory not in only_shown and not self._memory[memory].expired():
+                self._read |= sources
+        return {index: made for index, made in self._made.items() if not made.sources <= self._read}
 
-class _Replayer(_Follower):
+    def _sources_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        """Lists the products of which values are read, but for those that something reads already."""
+        if not self._sources:
+            return frozenset()
+        found = [self._sources.get(memory_of(tensor), frozenset[int]()) for tensor in tensors_in((args, kwargs))]
+        return frozenset[int]().union(*found) - self._read
+
+
+class Attempt(_compat.TorchDispatchMode):
+    """Puts tensors without values in the place of what was left out, while the function runs once more inside."""
+
+    def __init__(self, left_out: dict[int, Made], usefulness: Usefulness):
+        super().__init__()
+        self._left_out = left_out
+        self._usefulness = usefulness
+        self._count = 0
+        self._absent: list[StorageWeakRef] = []
+        self._has_failed = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Runs an operator, or returns memory without values."""
+        """Runs an operator, which raises if it reads what is absent, or leaves it out."""
         kwargs = kwargs or {}
-        index, self.count = self.count, self.count + 1
-        product = self.unread.products.get(index)
-        if product is not None and (product.op, product.given) == (func, facts_of(args, kwargs)):
-            output = torch.empty_strided(product.shape, product.stride, dtype=product.dtype, device=product.device)
-            self.unread.stands_in.append(self.follow(output, frozenset([index])))
-            return output
-        sources = self.sources_of(args, kwargs)
-        if sources and func not in _TRANSPARENT:
-            self.unread.fail()
-            raise ValueNeeded(f"remat: {func} reads a value that was left out")
-        output = func(*args, **kwargs)
-        if sources:
-            self.unread.stands_in.append(self.follow(output, sources))
-        return output
+        index, self._count = self._count, self._count + 1
+        made = self._left_out.get(index)
+        if made is None or made.op != func or made.given != facts_of(args, kwargs):
+            return func(*args, **kwargs)
+        absent = Absent(made, self)
+        self._absent.append(StorageWeakRef(absent.untyped_storage()))
+        return absent
+
+    def fail(self) -> None:
+        """Takes note that a value was needed that was left out."""
+        self._has_failed = self._usefulness.is_given_up = True
+
+    def has_failed(self) -> bool:
+        """Says, when nothing but the graph is left of the function, whether a value was needed that was left out."""
+        if any(not memory.expired() for memory in self._absent):
+            self.fail()
+        return self._has_failed
+
+
+class Absent(Tensor):
+    """What an operator would have returned that was left out: it can be passed on, but not be read.
+
+    Args:
+        made: What it stands for.
+        attempt: By which it was left out.
+    """
+
+    __torch_function__ = _compat.plain_torch_function
+    attempt: Attempt
+
+    @staticmethod
+    def __new__(cls, made: Made, attempt: Attempt) -> "Absent":
+        """Makes one without memory."""
+        absent = _compat.without_memory(cls, made.shape, made.stride, made.dtype, made.device)
+        absent.attempt = attempt
+        return absent
+
+    def __init__(self, made: Made, attempt: Attempt):
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
+        """Refuses to be read."""
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, Absent):
+                tensor.attempt.fail()
+        raise ValueNeeded(
+            f"remat: {func} reads a value that a recomputation had left out, since no gradient needs it. Something has "
+            "held it since; let it hold that in the first pass, too, or pass determinism_check='none'"
+        )
+
+    def share_memory_(self) -> NoReturn:
+        """Refuses to be read by other processes."""
+        self.attempt.fail()
+        raise ValueNeeded("remat: a value that was left out is shared with other processes")
+
+
+_PLAIN = frozenset([Tensor, torch.nn.Parameter, Absent])
+
+
+def _held_by_nothing_else(tensors: list[Tensor]) -> set[int]:
+    """Lists the memory of those tensors that nothing holds but the list, nor their memory but they and their bases."""
+    below = {id(tensor): _compat.below_transforms(tensor) for tensor in tensors}
+    distinct = {id(each): each for each in below.values()}.values()
+    bases = [base for base in map(_compat.base_of, distinct) if base is not None]
+    known = {id(each): each for each in (*distinct, *bases) if has_storage(each)}
+    holders = Counter([id(each) for each in bases])  # a view holds its base, and a wrapper what it wraps
+    holders.update([id(each) for tensor, each in below.items() if tensor != id(each)])
+    sharing = Counter(map(memory_of, known.values()))
+    held = {
+        memory_of(each)
+        for each in known.values()
+        if _compat.count_holders(each) > 1 + holders[id(each)] or _compat.count_tensors(each) > sharing[memory_of(each)]
+    }
+    wrappers = [tensor for tensor in tensors if _compat.wrapped_by_transform(tensor)]
+    held |= {memory_of(below[id(tensor)]) for tensor in wrappers if _compat.count_holders(tensor) > 1}
+    return sharing.keys() - held
+
+
+def _are_plain(value: Any) -> bool:
+    return all(type(leaf) in _PLAIN and has_storage(leaf) for leaf in tree.leaves(value) if isinstance(leaf, Tensor))

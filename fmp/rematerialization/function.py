@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fmp import _compat
+from fmp.rematerialization.early_stop import Attempt
 from fmp.rematerialization.region import Region, call_in_vjp, differentiable
 
 Pull = Callable[..., Any]
@@ -257,9 +258,9 @@ def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Te
     nothing_records = not (torch.is_grad_enabled() or _compat.forward_mode_active())
     if nothing_records:
         primals = tuple([primal.detach() for primal in primals])
-    graph = _graph(region, wanted, given, at, primals, for_the_graph=nothing_records)
+    graph = _graph(region, wanted, given, at, primals, region.attempt() if nothing_records else None)
     if graph is None:
-        graph = _graph(region, wanted, given, at, primals, for_the_graph=False)
+        graph = _graph(region, wanted, given, at, primals, None)
     assert graph is not None
     variables, outputs = graph
 
@@ -281,13 +282,18 @@ def _linearize(region: Region, wanted: list[int], given: list[int], *primals: Te
 
 
 def _graph(
-    region: Region, wanted: list[int], given: list[int], at: list[int], primals: Sequence[Tensor], for_the_graph: bool
+    region: Region,
+    wanted: list[int],
+    given: list[int],
+    at: list[int],
+    primals: Sequence[Tensor],
+    attempt: Attempt | None,
 ) -> tuple[list[Tensor], dict[int, Any]] | None:
     """Recomputes a region inside of a vjp; returns the wanted variables, and those of its results that depend on them.
 
-    None, if the graph needs a value that was left out.
+    None, if an attempt to leave values out has failed: with whatever error, for what reads memory may raise its own.
     """
-    again = functools.partial(region.tensors_again, for_the_graph=for_the_graph)
+    again = functools.partial(region.tensors_again, attempt=attempt)
     computed = _computed_again(lambda filled: again(*filled), primals, at, given)
     noted: list[Any] = []
 
@@ -301,15 +307,16 @@ def _graph(
         with _compat.without_batched_gradients(), torch.enable_grad():  # what some kernels keep depends on it
             vjp(note, *(primals[i] for i in at))
     except Exception:
-        if for_the_graph and region.lacks_values():
-            return None
-        raise
+        if attempt is None:
+            raise
+        attempt.fail()
+        return None
     variables, tensors = noted
     outputs = {place: get_gradient_edge(tensor) for place, tensor in enumerate(tensors) if tensor.requires_grad}
     # The graph does not need the values of the results.
     tensors = None
     noted.clear()
-    if for_the_graph and region.lacks_values():
+    if attempt is not None and attempt.has_failed():
         return None
     return [variable for i, variable in zip(at, variables, strict=True) if i in wanted], outputs
 

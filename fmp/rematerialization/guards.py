@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from fmp import _compat, tree
@@ -36,7 +35,7 @@ _WRAPPABLE = (torch.strided, torch.sparse_coo, torch.jagged)
 
 
 # What torch says of autograd within a transform of torch.func.
-_AUTOGRAD_REFUSED = ("attempting to call Tensor.requires_grad_()", "support saved tensor hooks")
+_AUTOGRAD_REFUSED = "attempting to call Tensor.requires_grad_()"
 
 
 class Guard(TorchFunctionMode):
@@ -65,7 +64,7 @@ class Guard(TorchFunctionMode):
             return func(*args, **kwargs)
         self._check(func, args)
         self._check(func, kwargs.values())
-        if isinstance(func, HigherOrderOperator) or func in _OPAQUE:
+        if isinstance(func, _compat.HigherOrderOperator) or func in _OPAQUE:
             self.has_met_opaque = True
         result = func(*args, **kwargs)
         for each in result if isinstance(result, list | tuple) else (result,):
@@ -137,7 +136,7 @@ def check_no_autograd_inside(error: RuntimeError) -> None:
     Raises:
         RematError: If the error is one of these.
     """
-    if any(refused in str(error) for refused in _AUTOGRAD_REFUSED):
+    if _AUTOGRAD_REFUSED in str(error) or _compat.refuses_saved_tensor_hooks(error):
         raise RematError(
             "remat: the function uses ordinary autograd: requires_grad_(), torch.autograd or torch.utils.checkpoint. "
             "Where remat uses torch.func, such as under a transform, with determinism_check='bitwise', or if the "

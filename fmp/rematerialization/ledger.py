@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fmp import tree
 from fmp.live_memory import Watch
+from fmp.rematerialization.operators import has_storage, memory_of
 
 # So many operations take about as long as moving one byte: some 10 on a CPU, up to 200 on a GPU.
 _OPERATIONS_A_BYTE = 100
@@ -48,12 +48,7 @@ class Ledger(Watch):
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Lists the tensors of a tree that have a storage."""
-    return [leaf for leaf in tree.leaves(value) if _has_storage(leaf)]
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Returns what tells the memory of a tensor from that of others; 0 for one without a storage."""
-    return tensor.untyped_storage()._cdata if _has_storage(tensor) else 0
+    return [leaf for leaf in tree.leaves(value) if has_storage(leaf)]
 
 
 def new_bytes(leaves: Iterable[Any], known: Iterable[int] = ()) -> list[int]:
@@ -61,12 +56,8 @@ def new_bytes(leaves: Iterable[Any], known: Iterable[int] = ()) -> list[int]:
     seen = set(known)
     sizes: list[int] = []
     for leaf in leaves:
-        is_new = _has_storage(leaf) and memory_of(leaf) not in seen
+        is_new = has_storage(leaf) and memory_of(leaf) not in seen
         sizes.append(leaf.untyped_storage().nbytes() if is_new else 0)
         if is_new:
             seen.add(memory_of(leaf))
     return sizes
-
-
-def _has_storage(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided

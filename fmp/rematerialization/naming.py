@@ -1,4 +1,4 @@
-"""Names for values inside of a rematerialised function, by which a policy keeps them."""
+"""Names for values inside of a rematerialized function, by which a policy keeps them."""
 
 from typing import Any
 

@@ -1,23 +1,15 @@
 """The operators that a function ran, written down in both passes, to show where the passes part."""
 
 import itertools
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmp import tree
-
-_LIBRARIES = (str(Path(torch.__file__ or "").parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
-
-_ON_THE_WAY = ("__torch_function__", "__torch_dispatch__")
+from fmp import _compat, tree
+from fmp.user_line import user_line
 
 
-class OpTrace(TorchDispatchMode):
+class OpTrace(_compat.TorchDispatchMode):
     """Writes down the operators that run inside, except for views.
 
     Attributes:
@@ -35,7 +27,7 @@ class OpTrace(TorchDispatchMode):
             given = ", ".join(
                 [*map(_shown, args), *(f"{name}={_shown(value)}" for name, value in (kwargs or {}).items())]
             )
-            self.lines.append((f"{func}({given}) -> {_shown(output)}", _caller()))
+            self.lines.append((f"{func}({given}) -> {_shown(output)}", user_line()))
         return output
 
 
@@ -61,13 +53,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     return repr(value)
-
-
-def _caller() -> str:
-    """Names the line that called an operator: neither of a library nor of a mode on the way."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith((*_LIBRARIES, "<")) or frame.f_code.co_name in _ON_THE_WAY
-    ):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

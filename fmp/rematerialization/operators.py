@@ -28,6 +28,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
 
 
+def has_storage(leaf: Any) -> bool:
+    """Says whether a leaf is a tensor whose numbers are in one storage; those of a sparse one are in several."""
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided
+
+
 def memory_of(tensor: Tensor) -> int:
-    """Returns a number that tensors have in common if they share their memory."""
-    return tensor.untyped_storage()._cdata
+    """Returns a number that tensors have in common if they share their memory; 0 for one without a storage."""
+    return tensor.untyped_storage()._cdata if has_storage(tensor) else 0

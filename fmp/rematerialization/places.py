@@ -9,14 +9,12 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.errors import RematError
 from fmp.rematerialization.snapshot import refuse_escaped
 
 # Makes a value anew around other tensors.
 Rebuild = Callable[[Sequence[Tensor], "Made"], Any]
-
-_OF_RNN = frozenset(("_flat_weights", "_flat_weight_refs"))
 
 
 class Place(NamedTuple):
@@ -110,7 +108,8 @@ UNSET: Any = Unset()
 
 def computed_at_each_call(module: nn.Module) -> frozenset[str]:
     """Lists the attributes of a module that torch sets whenever it is called."""
-    of_rnn = _OF_RNN if isinstance(module, nn.RNNBase) else frozenset()  # which notices when they are stale
+    # A recurrent layer notices when they are stale.
+    of_rnn = _compat.FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else frozenset()
     hooks = module._forward_pre_hooks.values()
     return of_rnn.union(
         [hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)],

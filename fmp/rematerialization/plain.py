@@ -80,7 +80,7 @@ def checkpointed(
             debug=debug,
         )
     except RuntimeError as error:
-        if "support saved tensor hooks" in str(error):
+        if _compat.refuses_saved_tensor_hooks(error):
             set_random_state(start)
             ambient.rewind()
             raise HooksRefused from error

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmp import _compat, ambient, tree
 from fmp.errors import RematError
@@ -21,7 +20,7 @@ from fmp.rematerialization.saveable import Names, Saveable
 Key = tuple[Any, int]  # an operator, and how many calls of it came before
 
 
-class Made(NamedTuple):
+class Allocated(NamedTuple):
     """What is known of memory that an operator allocated, to keep its result if it gets a name later."""
 
     key: Key
@@ -76,7 +75,7 @@ def name_value(tensor: Tensor, name: str) -> None:
         mode.name(_compat.below_transforms(tensor), name)
 
 
-class NameListener(TorchDispatchMode):
+class NameListener(_compat.TorchDispatchMode):
     """A mode that is told the names of values."""
 
     def name(self, tensor: Tensor, name: str) -> None:
@@ -84,7 +83,7 @@ class NameListener(TorchDispatchMode):
         raise NotImplementedError
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(_compat.TorchDispatchMode):
     """A mode that counts the calls of each operator."""
 
     def __init__(self) -> None:
@@ -102,7 +101,7 @@ class _Recorder(_Counter):
         super().__init__()
         self._kept = kept
         self._by_name = isinstance(kept.saveable, Names)
-        self._made: dict[int, Made] = {}
+        self._made: dict[int, Allocated] = {}
         self._keys: dict[int, list[Key]] = {}
         self._paused = False  # while the recorder itself makes tensors
 
@@ -130,15 +129,14 @@ class _Recorder(_Counter):
         if saved:
             self._keep(key, facts, output, random)
             return output
-        given = {
-            memory_of(tensor) for tensor in tensors_in((args, kwargs))
-        }  # aten._unsafe_view does not say that it shares
+        # aten._unsafe_view does not say that it shares. What has no storage cannot be found again by its name.
+        others = {0, *(memory_of(tensor) for tensor in tensors_in((args, kwargs)))}
         for tensor in tensors_in(output):
-            if memory_of(tensor) in given:
+            if memory_of(tensor) in others:
                 continue
             geometry = (tensor.size(), tensor.stride(), tensor.storage_offset()) if tensor is output else None
             whole = None if tensor is output else output
-            self._made[memory_of(tensor)] = Made(key, facts, tensor.dtype, geometry, whole, random)
+            self._made[memory_of(tensor)] = Allocated(key, facts, tensor.dtype, geometry, whole, random)
         return output
 
     def name(self, tensor: Tensor, name: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fmp import _compat, tree
 from fmp.errors import RematError
+from fmp.rematerialization.early_stop import Attempt
 from fmp.rematerialization.results import check_constants
 
 # What torch says of a change in place, within a transform, of a tensor that is not one of the transform's, or that is
@@ -135,13 +136,13 @@ class Region:
         """Computes the result once more."""
         raise NotImplementedError
 
-    def again_for_its_graph(self, *operands: Tensor) -> Any:
-        """Computes the result once more, perhaps without values that no gradient needs; see `lacks_values`."""
-        return self.again(*operands)
+    def attempt(self) -> Attempt | None:
+        """Returns what leaves out of one recomputation the values that no gradient needs; None if none are known."""
+        return None
 
-    def lacks_values(self) -> bool:
-        """Says, when nothing but the graph is left of `again_for_its_graph`, whether it needs values that it lacks."""
-        return False
+    def again_in(self, attempt: Attempt, *operands: Tensor) -> Any:
+        """Computes the result once more, without values that no gradient needs; `attempt` then knows if one did."""
+        raise NotImplementedError
 
     def run(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Computes the result for the first time; returns its tensors, and sets the plan by which to use them."""
@@ -169,10 +170,10 @@ class Region:
         # A Function must return something; what is no floating point number needs no tangent.
         return tuple(tensors) or (torch.empty(0, dtype=torch.int64),)
 
-    def tensors_again(self, *operands: Tensor, for_the_graph: bool = False) -> tuple[Tensor, ...]:
+    def tensors_again(self, *operands: Tensor, attempt: Attempt | None = None) -> tuple[Tensor, ...]:
         """Computes the result once more; returns the tensors that `run` returned."""
         assert self.plan is not None
-        leaves = tree.leaves((self.again_for_its_graph if for_the_graph else self.again)(*operands))
+        leaves = tree.leaves(self.again_in(attempt, *operands) if attempt else self.again(*operands))
         if len(leaves) != len(self.plan.sources):
             raise RematError(
                 f"remat: the function returned {len(self.plan.sources)} leaves at first and {len(leaves)} when it was "

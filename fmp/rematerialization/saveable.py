@@ -1,4 +1,4 @@
-"""Which values inside of a rematerialised function are kept for the backward pass; the others are computed again.
+"""Which values inside of a rematerialized function are kept for the backward pass; the others are computed again.
 
 Each is a function `(op, args) -> bool` of an operator such as `torch.ops.aten.mm.default` and its arguments, and any
 function of this kind will do. The names are those of `jax.checkpoint_policies`.
@@ -23,6 +23,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+__all__ = [
+    "any_except_names",
+    "dots",
+    "dots_with_no_batch_dims",
+    "everything",
+    "nothing",
+    "offload_names",
+    "only_names",
+]
 
 Saveable = Callable[[Any, tuple[Any, ...]], bool]
 

@@ -7,7 +7,7 @@ lazy modules, at first          the function itself
 mapped, no derivative in torch  the function itself
 nested forward mode             the function itself: forward mode keeps nothing anyway
 no transform                    torch.utils.checkpoint                                          (plain.py)
-transforms                      an autograd.Function whose backward pass is rematerialised too  (function.py)
+transforms                      an autograd.Function whose backward pass is rematerialized too  (function.py)
 """
 
 import functools
@@ -41,6 +41,7 @@ def remat(
     preserve_rng_state: bool = True,
     determinism_check: DeterminismCheck = "default",
     debug: bool = False,
+    **unknown: Any,
 ) -> Callable[..., Any]:
     """Transforms a function into one that keeps no intermediate values for its gradient, and computes them again.
 
@@ -93,13 +94,14 @@ def remat(
             the results' bits, for which they are kept, or "none". Without a transform, the first is asked of what
             autograd saves, else of the results.
         debug: Whether an error because of something else the second time shows the operators of both passes.
+        **unknown: Must be empty; jax's `policy` is answered with `saveable`.
 
     Returns:
         A function with `fn`'s arguments.
 
     Raises:
-        TypeError: If `fn` or `saveable` cannot be called, or `fn` is a generator or async function; when called, if it
-            reaches a module from FSDP, or under a transform one from DDP.
+        TypeError: If `fn` or `saveable` cannot be called, there are unknown arguments, or `fn` is a generator or async
+            function; when called, if it reaches a module from FSDP, or under a transform one from DDP.
         ValueError: If `determinism_check` is none of the three.
         RematError: When called or differentiated, if the function changes what it was given, reads a tracked tensor
             that cannot be found, leaves one elsewhere than in its result, or computes something else the second time.
@@ -120,6 +122,9 @@ def remat(
         >>> torch.allclose(torch.func.grad(loss)(w), torch.func.grad(plain)(w))
         True
     """
+    if unknown:
+        advice = "; jax's policy is saveable here, one of fmp.saveable" if "policy" in unknown else ""
+        raise TypeError(f"remat takes no {next(iter(unknown))!r}{advice}")
     if fn is None:
         options: dict[str, Any] = {"saveable": saveable, "preserve_rng_state": preserve_rng_state}
         return functools.partial(remat, **options, determinism_check=determinism_check, debug=debug)

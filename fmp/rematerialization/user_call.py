@@ -1,7 +1,7 @@
 """A call of the user's function as a region: operands in their places, surroundings restored, checks around."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from fmp import _compat, tree
 from fmp.ambient import Ambient
 from fmp.errors import RematError
 from fmp.rematerialization.capture import Capture
-from fmp.rematerialization.early_stop import Unread
+from fmp.rematerialization.early_stop import Attempt, Unread
 from fmp.rematerialization.guards import Determinism, Guard, check_not_recorded, check_not_written, versions
 from fmp.rematerialization.op_trace import OpTrace, compared
 from fmp.rematerialization.recording import Kept
@@ -72,6 +72,8 @@ class UserCall(Region):
             guard.release()
         if guard.has_met_opaque:
             self._unread = None
+        elif self._unread:
+            self._unread.settle(result)
         self._determinism.note(result)
         self._capture.snapshot.settle()
         original = {id(new): operand for new, operand in zip(detached, operands, strict=True)}
@@ -79,10 +81,21 @@ class UserCall(Region):
 
     def again(self, *operands: Tensor) -> Any:
         """Calls the function once more, with everything around it as it was."""
+        return self._again(operands, self._kept.again() if self._kept else nullcontext())
+
+    def attempt(self) -> Attempt | None:
+        """Returns what leaves out of one recomputation the values that no gradient needs; None if none are known."""
+        return self._unread.attempt() if self._unread else None
+
+    def again_in(self, attempt: Attempt, *operands: Tensor) -> Any:
+        """Calls the function once more, without values that no gradient needs."""
+        return self._again(operands, attempt)
+
+    def _again(self, operands: Sequence[Tensor], mode: AbstractContextManager[Any]) -> Any:
         restored = self._ambient.drawing_again(), self._ambient.entered(self._seeds(operands), operands)
         trace = OpTrace() if self._trace and not _compat.forward_mode_active() else None  # not of ops on tangents
         try:
-            with restored[0], restored[1], self._kept.again() if self._kept else nullcontext():
+            with restored[0], restored[1], mode:
                 result = self.call(operands) if trace is None else self._traced_call(trace, operands)
             self._determinism.compare(result)
         except RematError as error:
@@ -90,15 +103,6 @@ class UserCall(Region):
                 raise
             raise RematError(f"{error}\n{compared(self._trace, trace)}") from error
         return result
-
-    def again_for_its_graph(self, *operands: Tensor) -> Any:
-        """Calls the function once more, and leaves out what no gradient needs."""
-        with self._unread.again() if self._unread else nullcontext():
-            return self.again(*operands)
-
-    def lacks_values(self) -> bool:
-        """Says whether something was needed that `again_for_its_graph` left out."""
-        return self._unread is not None and self._unread.is_needed()
 
     def call(self, operands: Sequence[Tensor]) -> Any:
         """Calls the function with other tensors in place of those that it reaches."""

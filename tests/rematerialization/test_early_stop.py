@@ -1,6 +1,6 @@
 """Under a transform the recomputation leaves out products that no gradient reads, and only those.
 
-Memory without values is filled with NaN here, so that whatever reads it shows.
+Memory that nothing has written to is NaN here, so that whatever would read it shows.
 """
 
 import itertools

@@ -1,5 +1,6 @@
 """The private names of torch that remat needs, and what they must go on doing."""
 
+import pytest
 import torch
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -180,3 +181,54 @@ def test_tensors_of_transforms_that_do_nothing():
         assert _compat.level_of(wrapped) == 2
         wrapped.add_(0)  # refused for a tensor of none
         assert _compat.unwrapped_to(wrapped, 0) is X
+
+
+class NeverRead(torch.Tensor):
+    """A class that is asked for each operator, and refuses."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise LookupError
+
+
+READERS = {
+    "operator": lambda tensor: tensor.sin(),
+    "without classes": lambda tensor: without_classes(tensor),
+    "numbers": lambda tensor: tensor.tolist(),
+    "array": lambda tensor: tensor.numpy(),
+    "address": lambda tensor: tensor.data_ptr(),
+    "storage": lambda tensor: tensor.untyped_storage().data_ptr(),
+    "DLPack": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
+}
+
+
+def without_classes(tensor):
+    with torch._C._DisableTorchDispatch():
+        return tensor.sin()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_nothing_reads_a_tensor_without_memory(reader):
+    tensor = _compat.without_memory(NeverRead, X.T.shape, X.T.stride(), torch.bfloat16, X.device)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (X.T.shape, X.T.stride(), torch.bfloat16)
+    assert not tensor.is_contiguous()
+    with pytest.raises((LookupError, RuntimeError)):
+        READERS[reader](tensor)
+
+
+def test_what_holds_a_tensor_and_its_memory():
+    tensor = X.clone()
+    assert (_compat.count_holders(tensor), _compat.count_tensors(tensor)) == (1, 1)
+    view = tensor[0]
+    assert _compat.base_of(view) is tensor
+    assert _compat.base_of(tensor) is None
+    assert (_compat.count_holders(tensor), _compat.count_tensors(tensor)) == (2, 2)
+    detached = view.detach()
+    assert (_compat.count_holders(tensor), _compat.count_tensors(detached)) == (2, 3)
+    del view, detached
+    assert (_compat.count_holders(tensor), _compat.count_tensors(tensor)) == (1, 1)
+    held = []
+    grad(lambda x: held.append(x) or x.sum())(tensor)
+    assert _compat.count_holders(tensor) == 2
+    held.clear()
+    assert _compat.count_holders(tensor) == 1

@@ -348,3 +348,29 @@ def test_what_was_kept_by_an_attempt_that_was_given_up_is_dropped():
         return (y * grad(lambda z: torch.cos(z).sum())(y)).sum()
 
     assert same_bits(by_autograd(fmp.remat(f, saveable=fmp.saveable.only_names("kept"))), by_autograd(f))
+
+
+@pytest.mark.parametrize(
+    "saveable",
+    [fmp.saveable.nothing, fmp.saveable.everything, fmp.saveable.dots, fmp.saveable.only_names("h", "s")],
+    ids=["nothing", "everything", "dots", "names"],
+)
+def test_sparse_tensors_inside(saveable) -> None:
+    adjacency = torch.eye(3).to_sparse()
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        hidden = fmp.checkpoint_name(torch.sparse.mm(adjacency, x) @ w, "h")
+        sparse = fmp.checkpoint_name(hidden.sin().to_sparse(), "s")
+        return torch.sparse.mm(sparse, w).sum()
+
+    args = torch.linspace(0.1, 0.9, 9).reshape(3, 3), torch.linspace(-1.0, 1.0, 9).reshape(3, 3)
+    expected = fmp.grad(fn, argnums=(0, 1))(*args)
+    found = fmp.grad(fmp.remat(fn, saveable=saveable), argnums=(0, 1))(*args)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_the_argument_of_jax_is_answered_with_the_one_here():
+    with pytest.raises(TypeError, match="remat takes no 'policy'; jax's policy is saveable here"):
+        fmp.remat(torch.sin, policy=fmp.saveable.dots)
+    with pytest.raises(TypeError, match=r"remat takes no 'prevent_cse'$"):
+        fmp.remat(prevent_cse=False)

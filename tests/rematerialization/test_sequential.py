@@ -103,7 +103,7 @@ def test_policies(transform, saveable):
     same(transform, 3, saveable=POLICIES[saveable])
 
 
-def test_a_block_that_is_rematerialised_itself():
+def test_a_block_that_is_rematerialized_itself():
     same("grad", "auto", lambda w: [fmp.remat(fn) for fn in blocks(w)])
     same("autograd.grad", "auto", lambda w: [fmp.remat(fn) for fn in blocks(w)])
 

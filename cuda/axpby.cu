@@ -5,6 +5,9 @@
 //
 // It finds the norm of z and whether z is finite as scale.cu does, in the same form, for the same `finish`. z may be x
 // or y.
+//
+// fmp launches those that write float32. axpby_f16_f16_f16 and axpby_bf16_bf16_bf16 are there because
+// multi_tensor_axpby of NVIDIA Apex can do that too.
 #include "chunks.cuh"
 #include "reduce.cuh"
 

@@ -9,6 +9,9 @@
 // The sum is taken in float32 by each thread, over chunk size / threads squares, and by a tree in the block: at 65,536
 // and 512 that is at most 140 roundings, a relative error below 1e-5. Over the blocks, of which a large model has
 // thousands, it is taken in float64: a float32 sum would drift, and the numbers are few enough to cost nothing.
+//
+// fmp launches those that write float32. scale_f16_f16 and scale_bf16_bf16 are there because multi_tensor_scale of
+// NVIDIA Apex can do that too.
 #include "chunks.cuh"
 #include "factors.cuh"
 #include "reduce.cuh"

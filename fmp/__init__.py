@@ -20,6 +20,7 @@ from fmp import (
     tree as tree,
 )
 from fmp.errors import BannedOpError as BannedOpError, RematError as RematError
+from fmp.foreign_names import unknown_name as _unknown_name
 from fmp.gradients import grad as grad, value_and_grad as value_and_grad
 from fmp.module import Model as Model, functionalize as functionalize
 from fmp.policy import (
@@ -110,7 +111,7 @@ _ON_FIRST_USE = ("compat", "distributed", "testing")
 def __getattr__(name: str) -> Any:
     if name in _ON_FIRST_USE:
         return importlib.import_module(f"fmp.{name}")
-    raise AttributeError(f"module 'fmp' has no attribute {name!r}")
+    raise _unknown_name("fmp", name, __dir__())
 
 
 def __dir__() -> list[str]:

@@ -57,7 +57,7 @@ def save(state: Tree, path: str | os.PathLike[str]) -> None:
         path: The file to create or replace, which then keeps its permissions. Its folder must exist.
 
     Raises:
-        TypeError: If a leaf is of another type, or is a tensor without plain dense memory.
+        TypeError: If a leaf is of another type, or is a tensor without plain dense memory; or if `path` is no path.
         ValueError: If two leaves have the same path, a path is not valid Unicode, or a tensor is on the meta device.
         RuntimeError: Inside `torch.func.vmap`, `grad` or another transform, where tensors may have no memory to read.
         OSError: If the file cannot be written, or `path` is something else than a file, such as a pipe.
@@ -70,6 +70,7 @@ def save(state: Tree, path: str | os.PathLike[str]) -> None:
         ...     load({"w": torch.zeros(2), "master": None, "epoch": 0}, file.name)
         {'w': tensor([1., 2.]), 'master': None, 'epoch': 3}
     """
+    _check_path(path, "save(state, path)")
     if _compat.transform_active():
         raise RuntimeError("save cannot run inside vmap, grad or another transform; save what it returns")
     entries = outline(state)
@@ -116,7 +117,7 @@ def load(like: Tree, path: str | os.PathLike[str]) -> Tree:
     Raises:
         CheckpointError: If the file is no checkpoint, is incomplete or damaged, or does not fit `like`; the message
             names what does not fit, leaf by leaf.
-        TypeError: If `like` has leaves that no checkpoint can hold.
+        TypeError: If `like` has leaves that no checkpoint can hold, or `path` is no path.
         OSError: If the file cannot be opened.
 
     Example:
@@ -127,6 +128,7 @@ def load(like: Tree, path: str | os.PathLike[str]) -> Tree:
         >>> load({"w": torch.zeros(2), "step": torch.tensor(0)}, path)
         {'w': tensor([1., 1.]), 'step': tensor(3)}
     """
+    _check_path(path, "load(like, path)")
     wanted = outline(like)
     if os.path.isdir(path):
         raise CheckpointError(f"{os.fspath(path)}: a folder, not a checkpoint file")
@@ -139,6 +141,11 @@ def load(like: Tree, path: str | os.PathLike[str]) -> Tree:
             raise CheckpointError(f"{os.fspath(path)}: {error}") from error.__cause__
         # The library opens a file twice; this one was replaced in between.
         return load(like, path)
+
+
+def _check_path(path: Any, call: str) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the path of a file, got a {type(path).__name__}; the order is {call}")
 
 
 def _load(like: Tree, wanted: dict[str, Entry], path: str | os.PathLike[str]) -> Tree:

@@ -82,7 +82,7 @@ class SeededRandomness(TorchFunctionMode):
             # Inside any mode, torch.compile cannot trace the method. The function is the same.
             return torch.unflatten(*args, **kwargs)
         handler = _HANDLERS.get(func)
-        if handler is None and isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if handler is None and isinstance(func, _compat.OpOverload | _compat.OpOverloadPacket):
             return _operator(func, self, *args, **kwargs)
         return func(*args, **kwargs) if handler is None else handler(self, *args, **kwargs)
 
@@ -268,7 +268,7 @@ def _forms(operator: Any) -> list[Any]:
 
 def _drawing_functions() -> dict[Any, Callable[..., Any]]:
     """Finds the functions of torch that stand for an operator that may draw."""
-    owners = (torch, torch.Tensor, torch._C._nn)  # pyright: ignore[reportAttributeAccessIssue]
+    owners = (torch, torch.Tensor, _compat.NN_FUNCTIONS)
     values = [getattr(owner, name) for owner in owners for name in dir(owner) if not name.startswith("__")]
     functions = [item for item in values if isinstance(item, types.BuiltinFunctionType | types.MethodDescriptorType)]
     operators = {func: getattr(torch.ops.aten, func.__name__, None) for func in functions}

@@ -1,4 +1,4 @@
-"""The exceptions that fmp defines; everything else is a ValueError, TypeError or KeyError with a path in it."""
+"""The public exceptions of fmp. Arguments it refuses raise ValueError, TypeError or KeyError with a path in it."""
 
 
 class BannedOpError(NotImplementedError):

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fmp.files import sync
+
 
 @contextlib.contextmanager
 def atomic_folder(
@@ -47,7 +49,7 @@ def atomic_folder(
     temporary.mkdir()
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         # Files may have come there in the meantime.
         _check(target, overwrite, replaceable)
         if not target.is_dir() or not any(target.iterdir()):
@@ -64,7 +66,8 @@ def atomic_folder(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(target.parent)
+    # Only now does the new name survive a power failure.
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -80,14 +83,3 @@ def _check(target: Path, overwrite: bool, replaceable: Callable[[str], bool]) ->
     foreign = [name for name in files if not replaceable(name)]
     if foreign:
         raise FileExistsError(f"the folder {str(target)!r} holds {foreign[0]!r}, which would be lost; move it first")
-
-
-def _sync(folder: Path) -> None:
-    # Only now does a new name survive a power failure. Windows cannot open folders.
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

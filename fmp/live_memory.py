@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type as wraps_tensors
+
+from fmp._compat import TorchDispatchMode, wraps_tensors
 
 # What is noted of a new value: the operator, and what it returned.
 Note = Callable[[Any, Tensor], Any]
@@ -135,7 +136,8 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Makes functions from torch.compile run as they were written: compiled ones cannot be below a dispatch mode."""
+    """Makes functions from torch.compile run as they were written: no mode sees what compiled ones run."""
+    # Without the compiler, nothing can be compiled, and it takes seconds to load.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 

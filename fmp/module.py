@@ -7,13 +7,11 @@ the given tensors in their place, so the user's module is never touched and noth
 import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]  # torch does not declare it
 
 from fmp import _compat, tree
 from fmp._skeleton import Skeleton, placeholders, private_copy, skeleton_of
@@ -135,7 +133,7 @@ class Model:
         finally:
             changed = skeleton.restore()
             for layer in skeleton.recurrent:
-                _forget(layer)
+                _compat.forget_weights(layer)
         if changed is not None:
             raise ValueError(
                 f"{changed} during the call, which would be hidden state; parameters, buffers and submodules must be "
@@ -257,7 +255,7 @@ def _skeleton(module: nn.Module, memo: dict[int, Any], train: bool | None, mixed
         copied.train(train)
     skeleton = skeleton_of(copied)
     for layer in skeleton.recurrent:
-        layer.flatten_parameters = _leave_in_place
+        layer.flatten_parameters = _compat.leave_in_place
         layer.check_input = functools.partial(_check_input, layer)
     if mixed:
         for path, layer in copied.named_modules():
@@ -270,27 +268,15 @@ def _skeleton(module: nn.Module, memo: dict[int, Any], train: bool | None, mixed
 @contextlib.contextmanager
 def _seeded(seed: torch.Tensor) -> Iterator[None]:
     # With hooks in place, they are around `apply`, and so is the recomputation.
-    free = torch.compiler.is_compiling() or _autograd._top_saved_tensors_default_hooks(False) is not None
+    free = torch.compiler.is_compiling() or _compat.saved_tensors_are_hooked()
     without = contextlib.nullcontext() if free else torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINT)
     with without, SeededRandomness(seed):
         yield
 
 
-def _forget(layer: nn.RNNBase) -> None:
-    """Lets go of the tensors of a call. The next one sees that these references are not to its own."""
-    layer._flat_weights = [None] * len(layer._flat_weights)
-    elsewhere: Any = weakref.ref(layer)
-    layer._flat_weight_refs = [elsewhere] * len(layer._flat_weights)
-
-
-def _leave_in_place() -> None:
-    """Stands for `RNNBase.flatten_parameters`, which would move the caller's tensors in memory."""
-
-
 def _check_input(layer: nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
     """Checks shapes only: where `fmp.autocast` casts op by op, an input may be narrower than the weights until then."""
-    weight: Any = layer._flat_weights[0]
-    form = torch.empty(input.shape, dtype=weight.dtype, device="meta")
+    form = torch.empty(input.shape, dtype=_compat.first_weight(layer).dtype, device="meta")
     type(layer).check_input(layer, form, batch_sizes)
 
 

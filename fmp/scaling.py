@@ -74,13 +74,14 @@ class StaticLossScale:
     """Multiplies the loss by a constant.
 
     Args:
-        value: The factor; finite and positive.
+        value: The factor, a number or a floating-point tensor without dimensions; it is rounded to float32.
 
     Attributes:
         loss_scale: f32[], the factor.
 
     Raises:
-        ValueError: If `value` is not finite and positive in float32.
+        TypeError: If `value` is neither.
+        ValueError: If `value` is not positive, or it or its inverse is not finite in float32.
 
     Example:
         >>> scaler = StaticLossScale(1024.0)
@@ -243,7 +244,8 @@ def loss_scale(value: "str | float | torch.Tensor | LossScale | None") -> LossSc
         The scaler.
 
     Raises:
-        ValueError: If a string is neither `"dynamic"`, `"none"` nor a positive number.
+        ValueError: If a string is neither `"dynamic"`, `"none"` nor a positive number, or a number is not positive, or
+            it or its inverse is not finite in float32.
         TypeError: If `value` is of another type.
 
     Example:
@@ -265,6 +267,7 @@ def loss_scale(value: "str | float | torch.Tensor | LossScale | None") -> LossSc
         except ValueError as error:
             raise ValueError(f"loss scale {value!r}: use 'dynamic', 'none' or a positive number") from error
     if _is_scalar(value) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        _checked_scale("loss_scale", value)
         return StaticLossScale(cast(Any, value))
     if isinstance(value, LossScale) and not isinstance(value, type):
         if any(leaf is value for leaf in tree.leaves(value)):

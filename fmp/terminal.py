@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fmp.errors import DF11Error
 from fmp.files import is_lack_of_memory
@@ -79,6 +79,47 @@ def printable(text: str) -> str:
     )
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return escaped.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Makes the type of an option of `argparse` that is a count.
+
+    Args:
+        least: The smallest number that it takes.
+
+    Returns:
+        A function that reads digits, and raises `argparse.ArgumentTypeError` for anything else.
+
+    Example:
+        >>> whole_number(1)("12")
+        12
+    """
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least}, written in digits, got {text!r}")
+        return int(text)
+
+    return count
+
+
+def rich(module: str) -> Any:
+    """Loads a module of rich, which makes tables.
+
+    Args:
+        module: Its name below `rich`.
+
+    Raises:
+        ValueError: If rich is not installed.
+    """
+    try:
+        return importlib.import_module(f"rich.{module}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "rich":
+            raise
+        raise ValueError(
+            "tables need rich, in the extra `tools` of fmp-torch: python -m pip install rich; or ask for --json"
+        ) from error
 
 
 @contextlib.contextmanager

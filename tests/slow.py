@@ -75,8 +75,11 @@ _PATTERNS = [
     r"test_train_lm.py::test_a_run_that_is_killed_and_resumed_ends_bit_identical\[arguments1-False\]",
     r"df11/test_frozen_matrix.py::test_so_have_tensors_that_decode_themselves\[(closure|inside of remat|policy in)",
     # Several processes each: layouts and checkpoints in two of them stay.
+    r"distributed/test_dtensors.py::test_(a_number_that_is_not_finite_is_found_on_any_rank\[3\]|compiled_they)",
+    r"distributed/test_numerics_ranks.py::test_the_history_is_that_of_one_process\[1-True\]",
     r"distributed/test_(blocks|blocks_compiled|layout_compiled|fsdp2|train_distributed|checkpoints_killed|"
     r"checkpoints_ranks)\.py",
+    r"distributed/test_checkpoints_refused\.py::test_groups_of_ranks_do_not_save_a_mixture",
 ]
 _SLOW = re.compile("|".join(f"(?:{pattern})" for pattern in _PATTERNS))
 

@@ -274,3 +274,54 @@ def test_a_function_mode_leaves_the_stack_from_any_place():
 @pytest.mark.parametrize("name", ["fused_adam_", "fused_adamw_", "fused_sgd_"])
 def test_the_kernels_of_torch_optim_exist(name):
     assert callable(getattr(_compat, name))
+
+
+def test_an_error_says_that_a_transform_refuses_saved_tensor_hooks():
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with pytest.raises(RuntimeError) as refused, hooks:
+        grad(lambda x: x.sum())(torch.ones(2))
+    assert _compat.refuses_saved_tensor_hooks(refused.value)
+    assert not _compat.refuses_saved_tensor_hooks(RuntimeError("another one"))
+
+
+def test_saved_tensors_are_hooked_inside_of_hooks():
+    found = [_compat.saved_tensors_are_hooked()]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        found.append(_compat.saved_tensors_are_hooked())
+    assert [*found, _compat.saved_tensors_are_hooked()] == [False, True, False]
+
+
+def test_the_next_number_is_that_of_the_node_that_is_recorded_next():
+    before = _compat.next_number()
+    node: Any = torch.ones((), requires_grad=True).view(()).grad_fn
+    assert _compat.recorded_at(node) == before
+    assert _compat.next_number() == before + 1
+
+
+def test_a_recurrent_layer_lists_its_weights_in_the_attributes_that_are_named():
+    layer = torch.nn.LSTM(2, 3)
+    assert vars(layer).keys() >= _compat.FLAT_WEIGHTS
+    assert _compat.first_weight(layer) is layer.weight_ih_l0
+    _compat.forget_weights(layer)
+    assert _compat.first_weight(layer) is None
+    assert layer(torch.ones(1, 2))[0].shape == (1, 3)
+
+
+def test_functions_are_found_where_they_are_kept():
+    assert _compat.FUNCTIONS.matmul is torch.matmul
+    assert _compat.NN_FUNCTIONS.gelu is torch.nn.functional.gelu
+    assert _compat.SPARSE_FUNCTIONS.sparse_sampled_addmm is torch.sparse.sampled_addmm
+    assert _compat.packet_name(torch.ops.aten.add) == "aten::add"
+
+
+def test_neither_modes_nor_classes_are_asked_where_that_is_disabled():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise ZeroDivisionError
+
+    loud = torch.ones(1).as_subclass(Loud)
+    with pytest.raises(ZeroDivisionError):
+        torch.neg(loud)
+    with _compat.DisableTorchFunction():
+        assert float(torch.neg(loud)) == -1.0

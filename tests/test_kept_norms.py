@@ -135,3 +135,77 @@ def test_it_warns_under_vmap_and_not_while_tracing():
         init(params, buffers)
     states = torch.compile(init, backend="aot_eager", fullgraph=True)(params, buffers)
     assert states.params["1.weight"].dtype == torch.float16
+
+
+class Base(nn.Module):
+    """A layer norm whose name does not tell, around which an adapter is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.n1, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(self.n1(x))
+
+
+BASE = Base()
+FROZEN = fmp.functionalize(BASE)
+
+
+def adapted(seen):
+    def loss_fn(adapter, x, *, frozen):
+        seen.append((frozen["n1.weight"].dtype, frozen["linear.weight"].dtype))
+        out, _ = FROZEN.apply(frozen, {}, x)
+        return (out + x @ adapter["down"] @ adapter["up"]).float().square().mean()
+
+    return loss_fn
+
+
+def adapted_step(seen, keep_full):
+    step = fmp.train_step(adapted(seen), fmp.optim.sgd(0.1), policy=fmp.opt_level("O2", "bf16", keep_full=keep_full))
+    return step, step.init({"down": torch.ones(4, 2), "up": torch.zeros(2, 4)})
+
+
+@pytest.mark.parametrize("keep_full", [BASE, FROZEN, ["n1"], ["*n1*"]], ids=["module", "model", "name", "pattern"])
+def test_norms_of_a_frozen_base_are_kept_by_name(keep_full):
+    step, state = adapted_step(seen := [], keep_full)
+    for _ in range(2):
+        state, _ = step(state, torch.ones(3, 4), frozen=FROZEN.params)
+    assert seen == [(torch.float32, torch.bfloat16)] * 2
+
+
+def test_norms_of_a_frozen_base_that_are_cast_are_warned_of_once():
+    step, state = adapted_step(seen := [], ())
+    message = r"misses 'n1\.weight', 'n1\.bias', which become bf16: .*keep_full=\['n1'\]"
+    with pytest.warns(UserWarning, match=message) as caught:
+        state, _ = step(state, torch.ones(3, 4), frozen=FROZEN.params)
+    assert [str(each.filename) for each in caught] == [__file__]
+    step(state, torch.ones(3, 4), frozen=FROZEN.params)  # a warning is an error in these tests
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 2
+    low = fmp.cast(FROZEN.params, torch.bfloat16)  # of another step, which has not looked yet
+    step, state = adapted_step([], ())
+    step(state, torch.ones(3, 4), frozen=low)
+
+
+def test_a_name_that_neither_the_state_nor_the_frozen_base_has_is_refused_by_the_call():
+    step, state = adapted_step([], ["n2"])
+    with pytest.raises(ValueError, match=r"keep_full names \['n2'\], but no leaf matches; .*'down', 'up', .*n1"):
+        step(state, torch.ones(3, 4), frozen=FROZEN.params)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    _, metrics = compiled(state, torch.ones(3, 4), frozen=FROZEN.params)  # nothing is looked at while tracing
+    assert metrics.loss.isfinite()
+
+
+def test_one_of_two_models_may_be_frozen():
+    nets = nn.ModuleDict({"G": Base(), "D": Base()})
+    models, seen = {key: fmp.functionalize(net) for key, net in nets.items()}, []
+
+    def loss_fn(params, z, *, frozen):
+        seen.append((params["G"]["n1.weight"].dtype, frozen["D"]["n1.weight"].dtype))
+        made, _ = models["G"].apply(params["G"], {}, z)
+        out, _ = models["D"].apply(frozen["D"], {}, made.to(z.dtype))
+        return out.float().mean()
+
+    step = fmp.train_step(loss_fn, fmp.optim.sgd(0.1), policy=fmp.opt_level("O2", "bf16", keep_full=nets))
+    step(step.init({"G": models["G"].params}), torch.randn(3, 4), frozen={"D": models["D"].params})
+    assert seen == [(torch.float32, torch.float32)]

@@ -403,7 +403,7 @@ def test_parse_refuses_other_strings(value):
 def test_parse_refuses_other_types(value):
     with pytest.raises(TypeError, match="loss scale must be 'dynamic', a number, None or a scaler"):
         scaling.loss_scale(value)
-    with pytest.raises(ValueError, match="value must be positive"):
+    with pytest.raises(ValueError, match="loss_scale must be positive"):
         scaling.loss_scale(-1.0)
 
 

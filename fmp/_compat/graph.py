@@ -52,6 +52,16 @@ def saved_tensors_hooks_allowed() -> bool:
     return _autograd._saved_tensors_hooks_is_enabled()
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Says whether saved-tensor hooks are set here."""
+    return _autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def refuses_saved_tensor_hooks(error: BaseException) -> bool:
+    """Says whether an error is that of a transform of torch.func, which does not run below saved-tensor hooks."""
+    return "support saved tensor hooks" in str(error)
+
+
 @contextmanager
 def counting_changes() -> Iterator[None]:
     """Lets a view that a dispatch mode makes count its changes together with the tensor that it shows."""

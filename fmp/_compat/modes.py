@@ -6,11 +6,23 @@ from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 
 from fmp._compat.compiler import constant_while_tracing
 
 _autocast_is_on: Any = cast(Any, torch._C)._is_any_autocast_enabled
+
+# Whether a class of tensors is made of others, which its `__tensor_flatten__` names.
+wraps_tensors = is_traceable_wrapper_subclass_type
+# A context in which neither function modes nor classes of tensors are asked.
+DisableTorchFunction: Any = cast(Any, torch._C).DisableTorchFunction
+# The `__torch_function__` of a class of tensors for which functions are the same as for plain ones.
+plain_torch_function: Any = cast(Any, torch._C)._disabled_torch_function_impl
 
 
 @constant_while_tracing

@@ -1,4 +1,4 @@
-"""Operators of torch that have no public name."""
+"""Operators of torch that have no public name, and where torch keeps its functions."""
 
 from typing import Any, cast
 
@@ -9,6 +9,16 @@ from torch._library.custom_ops import CustomOpDef
 fused_adam_: Any = cast(Any, torch)._fused_adam_
 fused_adamw_: Any = cast(Any, torch)._fused_adamw_
 fused_sgd_: Any = cast(Any, torch)._fused_sgd_
+
+# The functions in C++ of `torch`, `torch.nn.functional` and `torch.sparse`.
+FUNCTIONS: Any = cast(Any, torch._C)._VariableFunctions
+NN_FUNCTIONS: Any = cast(Any, torch._C)._nn
+SPARSE_FUNCTIONS: Any = cast(Any, torch._C)._sparse
+
+
+def packet_name(packet: Any) -> str:
+    """Returns the name of all overloads of an operator: `aten::add`."""
+    return packet._qualified_op_name
 
 
 def registered_op(op: Any) -> Any:

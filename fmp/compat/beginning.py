@@ -7,9 +7,8 @@ import torch
 from fmp.compat import losses, masters, models as modules
 from fmp.compat.casting import Casting
 from fmp.compat.options import Options
-from fmp.compat.registry import registry, with_entries
+from fmp.compat.registry import registry, session_rules
 from fmp.compat.session import Session
-from fmp.policy import OpRules
 from fmp.policy.fields import as_flag
 
 
@@ -40,8 +39,7 @@ def begin(
 
     casting = None
     if options.patch_torch_functions:
-        rules = with_entries(OpRules.apex(), registry.take())
-        casting = Casting(rules, options.half, tells=verbosity >= 2)
+        casting = Casting(session_rules(registry.take()), options.half, tells=verbosity >= 2)
     scalers = [scaler] * num_losses
     session = Session(trained, stepping, options, scalers, casting, skip_nonfinite=skip, verbosity=verbosity)
     try:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmp import _compat
 from fmp.dtypes import full_precision
 from fmp.scaling import LossScale, NoOpLossScale
 
@@ -55,7 +56,7 @@ def forget_cleared(targets: Targets, pending: Pending) -> None:
 
 def take(targets: Targets) -> Taken:
     """Takes the gradients of parameters away."""
-    with torch._C.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
+    with _compat.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
         taken = {param: param.grad for param in targets}
         for param in targets:
             param.grad = None

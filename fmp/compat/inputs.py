@@ -9,6 +9,7 @@ from torch import nn
 
 from fmp import tree
 from fmp.dtypes import is_castable
+from fmp.tree.values import cast_leaf
 
 
 def cast_nested(value: Any, dtype: torch.dtype) -> Any:
@@ -31,17 +32,14 @@ def cast_nested(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_leaf(leaf: Any, dtype: torch.dtype) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.to(dtype) if is_castable(leaf) else leaf
-    if isinstance(leaf, nn.Module | type):
-        return leaf
-    if callable(getattr(leaf, "to", None)):
-        return copy.copy(leaf).to(dtype)
     if isinstance(leaf, Mapping):
+        copied: Any = copy.copy(leaf)
+        if callable(getattr(copied, "to", None)):
+            return copied.to(dtype)
         return {key: cast_nested(item, dtype) for key, item in leaf.items()}
     if isinstance(leaf, set | frozenset):
         return type(leaf)([cast_nested(item, dtype) for item in leaf])
-    return leaf
+    return cast_leaf(leaf, dtype)
 
 
 # Classes and not closures: a model that is pickled or deep-copied takes its hooks along.

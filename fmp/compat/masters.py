@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmp import _compat
 from fmp.compat.gradients import Pending, forget_cleared
 from fmp.dtypes import full_precision, is_castable
 from fmp.tree import describe
@@ -59,7 +60,7 @@ def check_params(optimizer: torch.optim.Optimizer, name: str = "optimizers") -> 
         TypeError: If a parameter is neither float64 or float32 nor of 16 bits.
     """
     for number, group in enumerate(optimizer.param_groups):
-        with torch._C.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
+        with _compat.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
             refused = [p.requires_grad and p.dtype not in _TRAINED for p in group["params"]]
         for index, tensor in enumerate(group["params"]):
             if refused[index]:

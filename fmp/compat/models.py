@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from fmp._compat import _BatchNorm
 from fmp.compat.inputs import CastInputs, CastOutputs, cast_to_weights, state_dict_in_float32
 from fmp.compat.options import Options
 from fmp.dtypes import is_castable

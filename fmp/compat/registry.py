@@ -10,7 +10,7 @@ from fmp import tree
 from fmp.compat.casting import SessionCaster
 from fmp.compat.current import current
 from fmp.policy import OpRules
-from fmp.policy.caster import Caster, casters, check_function
+from fmp.policy.caster import Caster, active_caster, casters, check_function
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Kind = Literal["low", "full", "promote"]
@@ -45,17 +45,27 @@ class Registry:
         return entries
 
 
-def with_entries(rules: OpRules, entries: list[tuple[Kind, Any]]) -> OpRules:
-    """Adds registered functions to op rules.
+def session_rules(entries: list[tuple[Kind, Any]]) -> OpRules:
+    """Makes the op rules of a session: Apex's, whose refusal says what a script can do about it, and the registered.
 
     Example:
-        >>> with_entries(OpRules.apex(), [("full", torch.sigmoid)]).rule("sigmoid").kind
+        >>> session_rules([]).rule("binary_cross_entropy").kind
+        'banned'
+        >>> session_rules([("full", torch.nn.functional.binary_cross_entropy)]).rule("binary_cross_entropy").kind
         'full'
     """
+    rules = OpRules.apex().banned(torch.nn.functional.binary_cross_entropy, _INSTEAD)
     for kind, op in entries:
         rules = getattr(rules, kind)(op)
     return rules
 
+
+# A script cannot give op rules, which is what the refusal advises elsewhere.
+_INSTEAD = (
+    "it needs full-precision input; use binary_cross_entropy_with_logits, or before amp.initialize call "
+    'amp.register_float_function(torch.nn.functional, "binary_cross_entropy"), or put `with amp.disable_casts():` '
+    "around it and give it float32"
+)
 
 registry = Registry()
 
@@ -171,10 +181,9 @@ def _casting(name: str, fn: Fn, dtype_of: Callable[[Caster, list[torch.dtype]], 
         for caster in casters():
             if isinstance(caster, SessionCaster):
                 caster.resume_after_failure()
-        active = [caster for caster in casters() if not caster.covers and not caster.is_suspended()]
-        if not active:
+        caster = active_caster()
+        if caster is None:
             return fn(*args, **kwargs)
-        caster = active[-1]
         found = [leaf.dtype for leaf in tree.leaves((args, kwargs)) if caster.casts(leaf)]
         if found:
             dtype = dtype_of(caster, found)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fmp import _compat
 from fmp.compat import gradients, losses, models
 from fmp.compat.casting import Casting, Resume, in_this_thread
 from fmp.compat.gradients import Pending
@@ -208,7 +209,7 @@ class Session:
         trained = (param for managed in self._optimizers.values() for param in managed.targets())
         inside = (param for module in self._modules for param in module.parameters())
         meant = set[Tensor]().union(*self._open.values())
-        with torch._C.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
+        with _compat.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
             found = [param for param in (*trained, *inside) if param not in meant and param.requires_grad]
             if self.options.master_weights:
                 found = [param for param in found if param.dtype == full_precision(param.dtype)]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmp import _compat
 from fmp.compat.masters import ManagedOptimizer, Masters
 
 Optimizer = torch.optim.Optimizer
@@ -50,7 +51,7 @@ class Strangers:
         """
         if torch.compiler.is_compiling() or optimizer in self._optimizers:
             return
-        with torch._C.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
+        with _compat.DisableTorchFunction():  # the casting of O1 would be asked about each attribute
             stepped = {tensor for group in optimizer.param_groups for tensor in group["params"]}
             stepped = {tensor for tensor in stepped if tensor.grad is not None}
         fate = self._fate(stepped)

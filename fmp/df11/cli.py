@@ -21,7 +21,7 @@ from fmp.df11.model_files import ModelFiles
 from fmp.df11_codec import codec
 from fmp.dtypes import short_name
 from fmp.folders import atomic_folder
-from fmp.terminal import DIFFERENT, OK, no_wider_than, printable, with_bar
+from fmp.terminal import DIFFERENT, OK, no_wider_than, printable, whole_number, with_bar
 
 _SHOWN = 20
 _EXIT_CODES = "exit codes: 0 done, or equal; 1 damaged, or different; 2 it could not be done as asked"
@@ -39,7 +39,7 @@ def add_commands(commands: Any) -> None:
     compress.add_argument("source", metavar="IN", help=model)
     compress.add_argument("target", metavar="OUT", help="the file or folder to create")
     compress.add_argument(
-        "--min-numel", type=_count(0), default=4096, metavar="N", help="leave smaller tensors (%(default)s)"
+        "--min-numel", type=whole_number(0), default=4096, metavar="N", help="leave smaller tensors (%(default)s)"
     )
     compress.add_argument("--select", nargs="+", metavar="PATTERN", help="compress only these, e.g. '*.mlp.*.weight'")
     decompress = _command(commands, "decompress", _decompress, "restore what compress was given")
@@ -68,17 +68,8 @@ def _command(commands: Any, name: str, run: Callable[[Any], int], summary: str) 
 def _add_common_options(parser: argparse.ArgumentParser, *, json: Any, threads: Any) -> None:
     parser.add_argument("--json", action="store_true", default=json, help="print one JSON object, also for an error")
     parser.add_argument(
-        "--threads", type=_count(1), default=threads, metavar="N", help="how many to use (those that torch uses)"
+        "--threads", type=whole_number(1), default=threads, metavar="N", help="how many to use (those that torch uses)"
     )
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least}, written in digits, got {text!r}")
-        return int(text)
-
-    return count
 
 
 def _run(command: Callable[[Any], int], options: argparse.Namespace) -> int:

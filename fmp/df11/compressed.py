@@ -116,7 +116,19 @@ class CompressedTensor:
         return _decode(*_coded(self), self.shape)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "CompressedTensor":
-        """Moves the node to a device. It has no other dtype: for that, decompress it first."""
+        """Moves the node to a device. It has no other dtype: for that, decompress it first.
+
+        Args:
+            device: The device, as for `torch.Tensor.to`.
+            non_blocking: Whether the host goes on while the parts are copied, where torch can do that.
+
+        Returns:
+            A node on the device; its parts are those of this one where they are there already.
+
+        Raises:
+            TypeError: If `device` is a dtype.
+            RuntimeError: If torch knows no such device.
+        """
         if isinstance(device, torch.dtype):
             raise TypeError(f"{self} cannot be cast to {device}; cast what decompress() returns")
         return tree.map(lambda part: part.to(device, non_blocking=non_blocking), self)

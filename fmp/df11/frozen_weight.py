@@ -9,7 +9,6 @@ from fmp import _compat, tree
 from fmp.df11.compressed import CompressedTensor
 
 _aten: Any = torch.ops.aten
-_as_for_a_plain_tensor: Any = torch._C._disabled_torch_function_impl
 _PARTS = [field.name for field in dataclasses.fields(CompressedTensor) if field.name not in ("shape", "dtype")]
 _NO_MEMORY = "a compressed weight has no memory that others can read; give them fmp.df11.decompress(weight)"
 # What these return has the same values in the same places.
@@ -91,7 +90,7 @@ class FrozenWeight(torch.Tensor):
     """
 
     # Operators are met in __torch_dispatch__ only, below autograd and the torch.func transforms.
-    __torch_function__ = _as_for_a_plain_tensor
+    __torch_function__ = _compat.plain_torch_function
 
     holder: Holder
     views: tuple[View, ...]

@@ -137,6 +137,16 @@ def names_in(structure: Any) -> Iterator[str]:
 
     A structure is a name, `{"none": None}`, `{"dict": {key: structure}}`, `{"list": [structure]}` or
     `{"tuple": [structure]}`.
+
+    Args:
+        structure: What the manifest says.
+
+    Yields:
+        The names, in the order of the leaves.
+
+    Raises:
+        DF11Error: If it is something else, at whatever depth; only when that is reached.
+        RecursionError: If it is nested too deeply.
     """
     match structure:
         case str():

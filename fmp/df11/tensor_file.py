@@ -101,7 +101,18 @@ class TensorFile:
             raise
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """Reads the bytes of one tensor, and nothing else, into memory of their own."""
+        """Reads the bytes of one tensor, and nothing else, into memory of their own.
+
+        Args:
+            name: The name of the tensor.
+
+        Returns:
+            u8[nbytes].
+
+        Raises:
+            KeyError: If the file has no tensor of that name.
+            DF11Error: If the file has become shorter since it was opened.
+        """
         entry = self.entries[name]
         # The header has been checked: there are no more bytes than the file has.
         data = np.empty(entry.nbytes, np.uint8)

@@ -8,7 +8,7 @@ import torch
 
 from fmp.df11.compressed import CompressedTensor, check_compressible, check_outside, decompress_all
 from fmp.df11.frozen_weight import FrozenWeight, stored_form
-from fmp.optim.masks import Mask, selector
+from fmp.optim.masks import Mask, selector, takes_leaf
 from fmp.tree import describe, leaves, paths
 
 Tree = Any
@@ -25,8 +25,9 @@ def compress(
 
     Args:
         tree: Any tree. Nodes that are compressed already stay as they are.
-        select: Which leaves to compress: patterns (`["blocks.*.weight"]`), a function of a leaf's path, or a tree of
-            bools. By default all bf16 tensors. None, Python numbers and strings are passed over.
+        select: Which leaves to compress: patterns (`["blocks.*.weight"]`), a function of a leaf's path, or of its path
+            and the leaf, or a tree of bools. By default all bf16 tensors. None, Python numbers and strings are passed
+            over.
         min_numel: Tensors with fewer elements stay as they are.
         progress: Wraps the list of what is to be done, one item a tensor, for example `tqdm.tqdm`.
 
@@ -55,7 +56,10 @@ def compress(
     found, spec = optree.tree_flatten(tree, is_leaf=_is_compressed, none_is_leaf=True)
     found = [stored_form(leaf) for leaf in found]
     places = spec.unflatten(range(len(found)))
-    chosen = [_is_bf16(leaf) for leaf in found] if select is None else selector(select, "select")(places)
+    if select is None:
+        chosen = [_is_bf16(leaf) for leaf in found]
+    else:
+        chosen = selector(_of_leaves(select, found), "select")(places)
     if select is None and not any(chosen):
         _check_nothing_was_meant(found, min_numel)
     work = []
@@ -135,6 +139,14 @@ def _node(leaf: Any) -> CompressedTensor | None:
 def _parts(node: CompressedTensor) -> Any:
     """Says which node it is. One that went through a map is another object with the same parts."""
     return node.shape, *[id(part) for part in leaves(node)]
+
+
+def _of_leaves(select: Mask, found: list[Any]) -> Mask:
+    """Makes a function of paths and leaves one of paths and places."""
+    if callable(select) and takes_leaf(select, "select"):
+        chooses: Any = select
+        return lambda path, place: chooses(path, found[place])
+    return select
 
 
 def _is_compressed(node: Any) -> bool:

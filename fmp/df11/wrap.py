@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fmp import _compat
 from fmp.df11.compressed import CompressedTensor
 from fmp.df11.frozen_weight import FrozenWeight, stored_form
 from fmp.df11.trees import compress, decompress
@@ -96,7 +97,7 @@ def wrap(
     )
     for layer in copied.modules():
         if isinstance(layer, nn.RNNBase) and any(isinstance(param, FrozenWeight) for param in layer.parameters()):
-            layer.flatten_parameters = _leave_in_place
+            layer.flatten_parameters = _compat.leave_in_place
     return copied
 
 
@@ -150,7 +151,11 @@ def _by_first_name(module: nn.Module, weights: Mapping[str, Any]) -> dict[str, A
     for name, given in weights.items():
         value = stored_form(given)
         if name not in named.tensors:
-            raise KeyError(f"weights has {name!r}, but the module has no such parameter or buffer")
+            raise KeyError(
+                f"weights has {name!r}, but the module has no such parameter or buffer; if they were saved from a "
+                "module with adapters around its layers, save its state_dict() before adding these, and add them to "
+                "what wrap returns"
+            )
         if not isinstance(value, CompressedTensor | torch.Tensor):
             raise TypeError(f"weights[{name!r}] is {describe(value)}; it must be a tensor or compressed tensor")
         if value.shape != named.tensors[name].shape:
@@ -170,7 +175,3 @@ def _are_equal(left: Any, right: Any) -> bool:
         return True
     plain, other = decompress((left, right))
     return plain.dtype == other.dtype and torch.equal(*[t.contiguous().view(torch.uint8) for t in (plain, other)])
-
-
-def _leave_in_place() -> None:
-    """Stands for `RNNBase.flatten_parameters`, which would move weights in memory."""

@@ -68,7 +68,8 @@ def overwrite(
         flags: For each parameter, what the kernel calls its flags.
         coefficients: f32[n, k], contiguous, a row for each parameter.
         scale: f32[], what gradients are multiplied by or divided by first; None for 1.
-        divide: Whether they are divided by it.
+        divide: Whether they are divided by it, rounded as `fmp.kernels.multi_tensor.unscale` rounds. The steps of fmp,
+            which get the inverse of a loss scale, multiply.
         clip: f32[], what they are multiplied by then; None for 1.
         finite: bool[], false where every byte must stay as it is; None for always true.
         form: The form of the parameters, see `fmp.master`: `"remainder"` or `"stochastic"`. None for f32 with casts.

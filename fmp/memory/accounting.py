@@ -137,7 +137,15 @@ def optimizer_state(
 
 
 def transformation(optimizer: Any) -> GradientTransformation:
-    """Returns the optimizer of a name, or the optimizer that was given."""
+    """Returns the optimizer of a name, or the optimizer that was given.
+
+    Args:
+        optimizer: A `GradientTransformation`, or one of `OPTIMIZERS` by its name.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If no optimizer has that name.
+    """
     if isinstance(optimizer, GradientTransformation):
         return optimizer
     if not isinstance(optimizer, str):

@@ -1,7 +1,6 @@
 """The command that counts bytes: `python -m fmp plan`."""
 
 import argparse
-import importlib
 import json
 import sys
 from functools import partial
@@ -15,7 +14,7 @@ from fmp.memory.checks import parameter_count
 from fmp.memory.plan import plan
 from fmp.memory.planned import Plan
 from fmp.policy import Policy, opt_level
-from fmp.terminal import OK
+from fmp.terminal import OK, rich, whole_number
 
 _EXIT_CODES = "exit codes: 0 done; 2 it could not be done as asked"
 _SIZES = ("layers", "hidden", "heads", "sequence", "batch", "vocabulary")
@@ -46,15 +45,19 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--masters", metavar="FORM", help=f"of an opt level: {', '.join(FORMS)}, or false")
     parser.add_argument("--gradients", default="compute", metavar="DTYPE", help="their dtype, or none")
     parser.add_argument("--moments", metavar="DTYPE", help="their dtype, or two with a comma")
-    parser.add_argument("--accumulate", type=_count, default=1, metavar="N", help="the microbatches of a step")
+    parser.add_argument("--accumulate", type=whole_number(1), default=1, metavar="N", help="the microbatches of a step")
     parser.add_argument("--average", action="store_true", help="keep a moving average of the parameters")
     parser.add_argument("--zero", type=int, default=0, choices=range(4), metavar="STAGE", help="the ZeRO stage, 0 to 3")
     parser.add_argument(
-        "--gpus", type=_count, default=1, metavar="N", help="the devices that share the state by --zero (%(default)s)"
+        "--gpus",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="the devices that share the state by --zero (%(default)s)",
     )
     transformer = parser.add_argument_group("activations of a transformer")
     for name in _SIZES:
-        transformer.add_argument(f"--{name}", type=_size if name == "vocabulary" else _count, metavar="N")
+        transformer.add_argument(f"--{name}", type=whole_number(0 if name == "vocabulary" else 1), metavar="N")
     transformer.add_argument("--remat", default="none", choices=REMAT, help="what is recomputed (%(default)s)")
     parser.add_argument("--unit", default="GB", help="GB, 10^9 bytes, or GiB, 2^30 (%(default)s)")
     parser.add_argument(
@@ -132,26 +135,8 @@ def _transformer(options: argparse.Namespace) -> Transformer | None:
     return Transformer(**given)
 
 
-def _count(text: str, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {least}, written in digits, got {text!r}")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    return _count(text, 0)
-
-
 def _print_table(made: Plan) -> None:
-    try:
-        console_module, table_module = importlib.import_module("rich.console"), importlib.import_module("rich.table")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "rich":
-            raise
-        raise ValueError(
-            "tables need rich, the extra `tools` of fmp-torch: python -m pip install rich; or give --json"
-        ) from error
-    table = table_module.Table(title=f"{made.title}\non each device", title_justify="left", title_style="bold")
+    table = rich("table").Table(title=f"{made.title}\non each device", title_justify="left", title_style="bold")
     heading, *rows = made.rows()
     for name in heading:
         table.add_column(name, justify="left" if name in ("kind", "counted") else "right", no_wrap=name != "counted")
@@ -159,11 +144,11 @@ def _print_table(made: Plan) -> None:
         if row[0] == "total":
             table.add_section()
         table.add_row(*row, style="bold" if row[0] == "total" else None)
-    console = console_module.Console(file=sys.stdout, highlight=False, markup=False)
+    console = rich("console").Console(file=sys.stdout, highlight=False, markup=False)
     # Numbers are not cut, however narrow a terminal is.
     *widths, words = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     least = sum(widths) + min(words, _COUNTED_WIDTH) + 3 * len(heading) + 1
     if console.width < least:
-        console = console_module.Console(file=sys.stdout, highlight=False, markup=False, width=least)
+        console = rich("console").Console(file=sys.stdout, highlight=False, markup=False, width=least)
     console.print(table)
     console.print(f"not counted: {'; '.join(made.missing)}")

@@ -7,9 +7,9 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as wraps_tensors
 
 from fmp import tree
+from fmp._compat import wraps_tensors
 from fmp.df11.compressed import CompressedTensor
 from fmp.df11.frozen_weight import FrozenWeight
 from fmp.distributed_modules import check_no_wrapper

@@ -74,7 +74,7 @@ def plan(
         accumulate: The number of microbatches; from two on, their gradients are summed in float32.
         moments: The dtype of the optimizer's state, a floating-point one or one of 8 bits, or a pair for the first and
             second moment; None for its own. State that is not of floating-point numbers keeps its own.
-        average: Whether a moving average of the parameters is kept, in float32.
+        average: Whether a moving average of the parameters is kept, in float32, as `fmp.train_step(..., ema=)` does.
         weight_bits: The bits of a stored weight, where they are compressed and not trained: about 11 for DF11.
         activations: What the forward pass keeps, on each device: bytes, or the sizes of a transformer.
         remat: What the backward pass of the transformer recomputes: `"selective"`, or `"full"` or True.

@@ -12,8 +12,6 @@ fmp.remat. Walking over the graph tells which ops hold it, and which of the argu
 import dataclasses
 import gc
 import inspect
-import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,13 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmp import _compat, dtypes, tree
+from fmp import _compat, tree
 from fmp.live_memory import Watch, storages, uncompiled
 from fmp.memory.stand_ins import stand_ins
 from fmp.rematerialization.recording import NameListener
-
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, dtypes))
-_MODES = ("__torch_function__", "__torch_dispatch__")
+from fmp.user_line import user_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +133,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, fake: bool = False, *
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
                 return _residuals(fn, args, kwargs, packs)
         except RuntimeError as error:
-            if "support saved tensor hooks" not in str(error):
+            if not _compat.refuses_saved_tensor_hooks(error):
                 raise
         return _residuals(fn, args, kwargs, [])
 
@@ -164,7 +160,7 @@ class _NamingWatch(Watch, NameListener):
     """A watch that notes which op computed what, and where."""
 
     def __init__(self) -> None:
-        super().__init__(lambda op, tensor: _Origin(_op_name(op), tuple(tensor.shape), tensor.dtype, _user_line()))
+        super().__init__(lambda op, tensor: _Origin(_op_name(op), tuple(tensor.shape), tensor.dtype, user_line()))
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Notes the name of a value."""
@@ -176,7 +172,7 @@ class _NamingWatch(Watch, NameListener):
 
 def _residuals(fn: Any, args: Any, kwargs: Any, packs: list[weakref.ref[_Pack]]) -> Residuals:
     args, kwargs = _requiring_grad((args, kwargs))
-    first = _next_number()
+    first = _compat.next_number()
     watch = _NamingWatch()
     with uncompiled(), watch:
         nodes = _nodes(fn(*args, **kwargs))
@@ -250,12 +246,6 @@ def _saved(nodes: list[Any], first: int) -> Iterator[tuple[str, Tensor]]:
                 yield node.name(), tensor
 
 
-def _next_number() -> int:
-    """Returns a number that is lower than those of all nodes recorded from now on."""
-    node: Any = torch.ones((), requires_grad=True).view(()).grad_fn
-    return _compat.recorded_at(node)
-
-
 def _computed(origin: _Origin, nbytes: int, saved_by: tuple[str, ...]) -> Residual:
     name = ", ".join(origin.names) + ": " + origin.op if origin.names else origin.op
     return Residual(name, origin.shape, origin.dtype, nbytes, saved_by, False, origin.line)
@@ -290,14 +280,3 @@ def _named_tensors(values: Any) -> Iterator[tuple[str, Tensor]]:
 def _op_name(op: Any) -> str:
     schema = getattr(op, "_schema", None)
     return str(op) if schema is None else schema.name.removeprefix("aten::")
-
-
-def _user_line() -> str:
-    """Finds the line outside of torch and fmp that is being run."""
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_LIBRARIES) and code.co_name not in _MODES:
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back
-    return ""

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as wraps_tensors
 
 from fmp import _compat, tree
+from fmp._compat import wraps_tensors
 from fmp.errors import RematError
 from fmp.memory.holders import holders
 from fmp.rematerialization.capture import Capture

@@ -168,6 +168,12 @@ def casters() -> list["Caster"]:
     return [mode for mode in _compat.function_modes() if isinstance(mode, Caster)]
 
 
+def active_caster() -> "Caster | None":
+    """Returns the innermost caster that casts what the caller does; None if there is none."""
+    active = [caster for caster in casters() if not caster.covers and not caster.is_suspended()]
+    return active[-1] if active else None
+
+
 class Watcher(TorchFunctionMode):
     """A mode that looks on while the casters inside of it work; `fmp.explain` is one."""
 

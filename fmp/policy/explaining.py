@@ -1,7 +1,5 @@
 """`fmp.explain`: runs a function once and tells which op ran in which precision, and why."""
 
-import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 
 from fmp import _compat
 from fmp.dtypes import short_name
+from fmp.live_memory import uncompiled
 from fmp.policy.caster import autocast
 from fmp.policy.explanation import Explanation
 from fmp.policy.op_rules import OpRules
@@ -77,10 +76,8 @@ def explain(
     def explanation(output: Any = None) -> Explanation:
         return Explanation(_title(fn, policy, recorder.policies), recorder.rows(), recorder.hazards.warnings(), output)
 
-    # Without the compiler, nothing can be compiled, and it takes seconds to load.
-    eagerly = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
-        with eagerly, recorder:
+        with uncompiled(), recorder:
             output = run(*args, **kwargs)
     except Exception as error:
         error.add_note(str(explanation()))

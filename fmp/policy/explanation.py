@@ -15,7 +15,7 @@ Dtypes = tuple[torch.dtype, ...]
 NO_RULE: Final = "no rule"
 BY_HAND: Final = "cast by hand"
 ENTERED: Final = "entered"
-NO_POLICY: Final = "no policy"
+NO_POLICY: Final = "no op rules"
 INSIDE: Final = "inside "
 
 _WIDTH = 120
@@ -26,7 +26,7 @@ _LONGEST_REASON = len("inside fmp.full_precision")
 _CUT = {"operand": 16, "where": 20, "op": 16, "why": 14, "in": 7, "ran": 7, "out": 7}
 _PATHS = ("where", "operand")
 _COUNTED = {"low": "low", "full": "full", "promote": "promoted", "banned": "banned"}
-_COUNTED_WITHOUT_RULE = {NO_RULE: "without a rule", BY_HAND: BY_HAND, NO_POLICY: "without a policy"}
+_COUNTED_WITHOUT_RULE = {NO_RULE: "without a rule", BY_HAND: BY_HAND, NO_POLICY: "without op rules"}
 
 _Columns = Mapping[str, Sequence[str]]
 
@@ -42,7 +42,8 @@ class Row:
         why: Where the rule comes from; for a decorated function, the decorator. Without a rule: `"no rule"`,
             `"cast by hand"`, `"entered"` for a function of torch whose parts have rows of their own,
             `"inside fmp.full_precision"` and the like for what runs in a decorated function, `"inside another policy"`
-            for what runs under a policy without op rules in one with them, or `"no policy"` outside of any.
+            for what runs under a policy without op rules in one with them, or `"no op rules"` outside of any
+            policy that has some: one like O2 casts parameters and batch, and no ops.
         dtypes_in: The floating-point dtypes of the arguments, before they were cast. Of calls that differ only in how
             many arguments have a dtype, those of the first.
         dtypes_ran: The same arguments after they were cast. An op may compute wider inside, as attention with dropout

@@ -16,7 +16,16 @@ _PACKED = frozenset({getattr(torch, name) for name in ("float4_e2m1fn_x2",) if h
 
 
 def as_dtype(name: str, value: Any) -> torch.dtype | None:
-    """Reads a floating-point dtype from a dtype or its name; None and `"none"` mean to leave tensors as they are."""
+    """Reads a floating-point dtype from a dtype or its name; None and `"none"` mean to leave tensors as they are.
+
+    Args:
+        name: The name of the field, for messages.
+        value: What was given.
+
+    Raises:
+        TypeError: If `value` is neither a dtype, nor a string, nor None.
+        ValueError: If it names no dtype, or one that is not floating-point or that torch cannot cast to.
+    """
     if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
         return None
     try:
@@ -31,7 +40,16 @@ def as_dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """Reads a switch from a bool or from `"true"` or `"false"` in any case, as a command line gives it."""
+    """Reads a switch from a bool or from `"true"` or `"false"` in any case, as a command line gives it.
+
+    Args:
+        name: The name of the field, for messages.
+        value: What was given.
+
+    Raises:
+        TypeError: If `value` is neither a bool nor a string.
+        ValueError: If it is another string.
+    """
     if isinstance(value, bool):
         return value
     if not isinstance(value, str):
@@ -43,7 +61,15 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_masters(value: Any) -> bool | str:
-    """Reads whether there are masters, or their form; `"f32"` is what True means, and `"none"` what False does."""
+    """Reads whether there are masters, or their form; `"f32"` is what True means, and `"none"` what False does.
+
+    Args:
+        value: What was given.
+
+    Raises:
+        TypeError: If `value` is neither a bool nor a string.
+        ValueError: If it names no form.
+    """
     forms = ", ".join(map(repr, FORMS))
     if isinstance(value, bool):
         return value
@@ -58,7 +84,15 @@ def as_masters(value: Any) -> bool | str:
 
 
 def as_loss_scale(value: Any) -> float | str | None:
-    """Reads a loss scale: `"dynamic"`, a positive number or its string, None or `"none"`."""
+    """Reads a loss scale: `"dynamic"`, a positive number or its string, None or `"none"`.
+
+    Args:
+        value: What was given.
+
+    Raises:
+        TypeError: If `value` is none of these, such as a scaler.
+        ValueError: If a string is another one, or the number or its inverse is not positive and finite in float32.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -79,7 +113,15 @@ def as_loss_scale(value: Any) -> float | str | None:
 
 
 def as_op_rules(value: Any) -> OpRules | None:
-    """Reads op rules: an object, the name of a list, None or `"none"`."""
+    """Reads op rules: an object, the name of a list, None or `"none"`.
+
+    Args:
+        value: What was given.
+
+    Raises:
+        TypeError: If `value` is none of these.
+        ValueError: If there is no list of that name.
+    """
     if value is None or isinstance(value, OpRules):
         return value
     if not isinstance(value, str):
@@ -91,7 +133,15 @@ def as_op_rules(value: Any) -> OpRules | None:
 
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
-    """Reads name patterns: one, or a sequence of them, which the string form of a policy can carry."""
+    """Reads name patterns: one, or a sequence of them, which the string form of a policy can carry.
+
+    Args:
+        patterns: What was given.
+
+    Raises:
+        TypeError: If it is no sequence of strings.
+        ValueError: If a pattern is empty, holds what the string form cannot, or has a range that is empty.
+    """
     if isinstance(patterns, str):
         patterns = (patterns,)
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):

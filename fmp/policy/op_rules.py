@@ -80,28 +80,47 @@ class OpRules:
         return cls("torch")
 
     def low(self, *ops: Op) -> "OpRules":
-        """Runs these ops in the policy's compute dtype."""
+        """Runs these ops in the policy's compute dtype.
+
+        Args:
+            *ops: The ops, by any of their spellings.
+
+        Returns:
+            The new rules.
+
+        Raises:
+            TypeError: If there is none, or one is something that a `TorchFunctionMode` is never shown.
+            ValueError: If torch has no op of a name.
+        """
         return self._with(ops, Rule("low", "your rule"))
 
     def full(self, *ops: Op) -> "OpRules":
-        """Runs these ops in float32; also what makes a banned op allowed."""
+        """Runs these ops in float32; also what makes a banned op allowed. See `low`."""
         return self._with(ops, Rule("full", "your rule"))
 
     def promote(self, *ops: Op) -> "OpRules":
-        """Runs these ops in the widest dtype among their floating-point arguments, 0-dim ones included."""
+        """Runs these ops in the widest dtype among their floating-point arguments, 0-dim ones included. See `low`."""
         return self._with(ops, Rule("promote", "your rule"))
 
     def leave(self, *ops: Op) -> "OpRules":
-        """Takes these ops off every list."""
+        """Takes these ops off every list. See `low`."""
         return self._with(ops, Rule("leave", "your rule"))
 
     def banned(self, op: Op, why: str, *, always: bool = False) -> "OpRules":
         """Makes an op raise `fmp.BannedOpError`.
 
         Args:
-            op: The op.
+            op: The op, by any of its spellings.
             why: The reason, and what to use instead; it becomes the message.
             always: Raise whatever the arguments, not only if one of them has fewer than 32 bits.
+
+        Returns:
+            The new rules.
+
+        Raises:
+            TypeError: If `why` is no text or empty, `always` is no bool, or `op` is something that a
+                `TorchFunctionMode` is never shown.
+            ValueError: If torch has no op of that name.
         """
         if not isinstance(why, str) or not why:
             raise TypeError(f"banned() needs a reason, which becomes the message, got why={why!r}")
@@ -110,7 +129,12 @@ class OpRules:
         return self._with((op,), Rule("banned", why, always))
 
     def rule(self, op: Op) -> Rule | None:
-        """Looks up the rule of an op; None if it has none."""
+        """Looks up the rule of an op; None if it has none.
+
+        Raises:
+            TypeError: If `op` is something that a `TorchFunctionMode` is never shown.
+            ValueError: If torch has no op of that name.
+        """
         return table(self).get(name_of(op))
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fmp import tree
+from fmp import _compat, tree
 
 # What runs an op for someone else. Frames of these are not where the op was called.
 _RECORDING = ("fmp.policy.recording", "fmp.policy.places", "fmp.policy.hazards")
@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
 def memory(tensor: Tensor) -> Memory | None:
     """Finds the memory of a tensor; None if it has none or more than one."""
-    with torch._C.DisableTorchFunction():
+    with _compat.DisableTorchFunction():
         inner = torch.func.debug_unwrap(tensor, recurse=True)
         try:
             storage = inner.untyped_storage().data_ptr()

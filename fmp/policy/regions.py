@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from fmp import _compat, tree
-from fmp.policy.caster import Caster, Watcher, casters, check_function, covered
+from fmp.policy.caster import Caster, Watcher, active_caster, check_function, covered
 from fmp.policy.handlers import Args, Handler, Kwargs
 from fmp.policy.op_rules import Rule
 
@@ -18,8 +18,9 @@ def low_precision(fn: Fn) -> Fn:
     """Makes a function count as one op that runs in low precision.
 
     Inside `fmp.autocast` with op rules, the floating-point tensors in its arguments are cast to the policy's compute
-    dtype, and the torch functions that it calls are not cast any more. Elsewhere it runs as it is. Tensors that the
-    function closes over are not cast; pass them as arguments.
+    dtype, and the torch functions that it calls are not cast any more. Tensors that the function closes over are not
+    cast; pass them as arguments. Elsewhere it runs as it is: under a policy without op rules, such as O2 and O3, which
+    casts parameters and batch and no ops, the decorator does nothing; write the cast into the function there.
 
     Args:
         fn: Any function of trees.
@@ -43,6 +44,9 @@ def low_precision(fn: Fn) -> Fn:
 def full_precision(fn: Fn) -> Fn:
     """Makes a function count as one op that runs in float32; see `low_precision`.
 
+    Under a policy without op rules, such as O2 and O3, it does nothing: write `.float()` before the op that needs
+    float32 there, and `.to(h.dtype)` behind it.
+
     Args:
         fn: Any function of trees.
 
@@ -62,6 +66,8 @@ def full_precision(fn: Fn) -> Fn:
 
 def promote(fn: Fn) -> Fn:
     """Makes a function count as one op that runs in the widest dtype among its arguments; see `low_precision`.
+
+    Under a policy without op rules, such as O2 and O3, it does nothing.
 
     Args:
         fn: Any function of trees.
@@ -107,12 +113,12 @@ def _as_op(fn: Fn, rule: Rule, dtype_of: Callable[[Caster, list[torch.dtype]], t
     @functools.wraps(fn, updated=())
     @_compat.compiled_on_its_own
     def run(*args: Any, **kwargs: Any) -> Any:
-        active = [caster for caster in casters() if not caster.covers and not caster.is_suspended()]
-        if not active:
+        caster = active_caster()
+        if caster is None:
             return fn(*args, **kwargs)
         watchers = [mode for mode in _compat.function_modes() if isinstance(mode, RegionWatcher)]
         if watchers:
-            return watchers[-1].region(fn, rule, handle, active[-1], args, kwargs)
-        return handle(active[-1], fn, args, kwargs)
+            return watchers[-1].region(fn, rule, handle, caster, args, kwargs)
+        return handle(caster, fn, args, kwargs)
 
     return run  # pyright: ignore[reportReturnType]

@@ -17,15 +17,14 @@ from fmp.policy.oplists import ALIASES, OPERATORS
 
 Op = Callable[..., Any]
 
-_C: Any = torch._C
 _F: Any = functional
 
 # Where torch keeps its ops, and what aten puts before their names.
 _OWNERS: tuple[tuple[Any, str], ...] = (
-    (_C._VariableFunctions, ""),
+    (_compat.FUNCTIONS, ""),
     (_F, ""),
-    (_C._nn, ""),
-    (_C._sparse, ""),
+    (_compat.NN_FUNCTIONS, ""),
+    (_compat.SPARSE_FUNCTIONS, ""),
     (torch.linalg, "linalg_"),
     (torch.special, "special_"),
     (torch.fft, "fft_"),
@@ -51,8 +50,8 @@ _PREFIXES: dict[str, Any] = {
     "torch.nn.functional": functional,
     "nn.functional": functional,
     "F": functional,
-    "torch._C._nn": _C._nn,
-    "torch._VF": _C._VariableFunctions,
+    "torch._C._nn": _compat.NN_FUNCTIONS,
+    "torch._VF": _compat.FUNCTIONS,
     "torch.linalg": torch.linalg,
     "linalg": torch.linalg,
     "torch.special": torch.special,
@@ -206,7 +205,7 @@ def _registered(name: str) -> Spellings:
 
 def _packet(library: str, name: str) -> Iterator[Any]:
     packet = getattr(getattr(torch.ops, library), name, None)
-    if isinstance(packet, torch._ops.OpOverloadPacket):
+    if isinstance(packet, _compat.OpOverloadPacket):
         yield packet
         for overload in packet.overloads():
             yield getattr(packet, overload)
@@ -221,11 +220,11 @@ def _unique(ops: Iterable[Op]) -> tuple[Op, ...]:
 
 def _candidate(op: Any) -> str | None:
     """The name that the op must have if it is one; whether it is, its spellings tell."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, _compat.OpOverload):
         op = op.overloadpacket
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        library, _, base = op._qualified_op_name.partition("::")
-        return _canonical(base) if library == "aten" else op._qualified_op_name
+    if isinstance(op, _compat.OpOverloadPacket):
+        library, _, base = _compat.packet_name(op).partition("::")
+        return _canonical(base) if library == "aten" else _compat.packet_name(op)
     if _is_operator(op):
         return _candidate_of_operator(op.__name__)
     if isinstance(op, types.MethodWrapperType) and op.__name__ in ("__get__", "__set__"):

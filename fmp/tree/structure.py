@@ -29,6 +29,16 @@ def flatten(tree: Tree) -> tuple[list[Any], Spec]:
 def unflatten(spec: Spec, leaves: Iterable[Any]) -> Tree:
     """Puts leaves back into a structure that `flatten` returned.
 
+    Args:
+        spec: The structure.
+        leaves: One value for each of its leaves, in the order of `flatten`.
+
+    Returns:
+        A new tree, whose leaves are these values.
+
+    Raises:
+        ValueError: If there are fewer or more values than leaves.
+
     Example:
         >>> found, spec = flatten({"a": 1, "b": (2, 3)})
         >>> unflatten(spec, [10 * leaf for leaf in found])
@@ -68,6 +78,9 @@ def map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     Returns:
         A tree of the results.
 
+    Raises:
+        ValueError: If the structure of one of the `rests` does not fit.
+
     Example:
         >>> map(lambda a, b: a if b is None else a + b, {"w": 1, "b": 2}, {"w": 10, "b": None})
         {'w': 11, 'b': 2}
@@ -81,6 +94,17 @@ def map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
 
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     """Like `map`, with the leaf's path (`blocks/3/attn/qkv`) as the function's first argument.
+
+    Args:
+        fn: Called with a path, and one leaf of each tree.
+        tree: The tree that sets the structure.
+        *rests: Further trees, as for `map`.
+
+    Returns:
+        A tree of the results.
+
+    Raises:
+        ValueError: If the structure of one of the `rests` does not fit.
 
     Example:
         >>> map_with_path(lambda path, leaf: f"{path}={leaf}", {"a": {"b": 1}})

@@ -384,8 +384,9 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row(
             "a group without weight decay",
-            '`fmp.optim.adamw(rate, weight_decay=0.1, mask=["*.weight"])`',
-            "names of what decays",
+            "`fmp.optim.adamw(rate, weight_decay=0.1, mask=lambda path, leaf: leaf.ndim >= 2)`",
+            'matrices decay, and not biases or norms, whose weights `["*.weight"]` would name, too '
+            "([more](optimizers.md#weight-decay-on-matrices-only))",
             f"{SCHEDULES}::test_a_group_without_weight_decay_is_a_mask",
         ),
         Row(
@@ -515,7 +516,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "`allow_banned`",
             "`fmp.OpRules.apex().full(F.binary_cross_entropy)`",
-            "for one function, not for all",
+            "for one function, not for all; in `fmp.compat.amp`, `amp.register_float_function(F, "
+            '"binary_cross_entropy")` before `initialize`, or `with amp.disable_casts():` around the call',
             f"{TABLES}::test_binary_cross_entropy_refuses_half_until_it_is_allowed",
         ),
         Row(

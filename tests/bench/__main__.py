@@ -162,7 +162,7 @@ def memory_rows(arguments: argparse.Namespace) -> list[Row]:
 
 
 def remat_rows(arguments: argparse.Namespace) -> list[Row]:
-    """Twelve rematerialised transformer blocks, and what a call costs by itself."""
+    """Twelve rematerialized transformer blocks, and what a call costs by itself."""
     contenders = [Contender(variant, REMAT, variant) for variant in remat_block.VARIANTS]
     times = race(contenders, threads=1, rounds=arguments.rounds, steps=2, report=tqdm.write)
     peaks: dict[str, float | None] = {

@@ -17,7 +17,7 @@ _SECTIONS = {
     "Casting: single ops that need no cast": r".*: fmp\.autocast / ",
     "Optimizers: one update": r"adamw|sgd|lion",
     "A step of a small network": r"MLP",
-    "Rematerialisation": r"remat",
+    "Rematerialization": r"remat",
     "Adapters on compressed weights": r"LoRA",
     "Recording, and measuring without allocating": r"recording|peak of a step",
     "Many processes": r"zero=",

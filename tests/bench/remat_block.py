@@ -1,4 +1,4 @@
-"""Steps and calls of rematerialised blocks, by fmp and by torch.utils.checkpoint, with and without recomputation."""
+"""Steps and calls of rematerialized blocks, by fmp and by torch.utils.checkpoint, with and without recomputation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

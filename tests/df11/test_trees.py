@@ -169,3 +169,10 @@ def test_progress_wraps_the_work() -> None:
 
     compress(params_like(), progress=progress)
     assert seen == [1, 2, 3]
+
+
+def test_a_function_of_path_and_leaf_chooses():
+    params = {"wide": torch.full((64, 128), 0.5).bfloat16(), "long": torch.full((8192,), 0.5).bfloat16()}
+    compressed = compress(params, select=lambda path, leaf: leaf.ndim == 2)
+    assert isinstance(compressed["wide"], CompressedTensor)
+    assert compressed["long"] is params["long"]

@@ -178,7 +178,7 @@ def test_a_decorated_function_in_another_is_no_op():
         ("outer", "fmp.full_precision"),
         ("exp", "inside fmp.full_precision"),
     ]
-    assert explain(outer, x()).rows[0].why == "no policy"
+    assert explain(outer, x()).rows[0].why == "no op rules"
 
 
 def test_a_decorated_method_is_named_with_its_class():
@@ -233,7 +233,7 @@ def test_what_only_moves_or_creates_numbers_has_no_row_but_a_cast_by_hand_has():
 def test_a_policy_inside_is_explained_without_one_of_its_own():
     inner = fmp.autocast(torch.mm, O1)
     explanation = explain(lambda x: inner(x, x).sum(), x(2, 2))
-    assert [(row.op, row.why) for row in explanation.rows] == [("mm", "Apex's list"), ("sum", "no policy")]
+    assert [(row.op, row.why) for row in explanation.rows] == [("mm", "Apex's list"), ("sum", "no op rules")]
     assert "inside it ops=apex with bf16" in lines(explanation)[0]
 
 

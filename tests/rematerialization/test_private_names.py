@@ -198,7 +198,7 @@ READERS = {
     "array": lambda tensor: tensor.numpy(),
     "address": lambda tensor: tensor.data_ptr(),
     "storage": lambda tensor: tensor.untyped_storage().data_ptr(),
-    "DLPack": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
+    "DLPack": lambda tensor: tensor.__dlpack__(),
 }
 
 

@@ -158,9 +158,12 @@ def run(case: str, transform: str, wrap: Wrap, base: Any) -> Any:
     return result, torch.rand(1)  # what is drawn afterwards is the same, too
 
 
-def rounded(case: str, transform: str) -> bool:
-    """Whether `fmp.remat` of the same function, too, adds up the uses of `x` and `w` in another order."""
-    return transform == "grad(grad)" or (transform == "grad(vmap)" and ("policy" in case or case == "nested"))
+def rounded(transform: str) -> bool:
+    """Whether `fmp.remat` of the same function, too, adds up the uses of `x` and `w` in another order.
+
+    For some cases under grad(vmap) it depends on the processor: MKL splits a product of another shape in another way.
+    """
+    return transform in ("grad(grad)", "grad(vmap)")
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch.func.linearize itself
@@ -175,7 +178,7 @@ def test_same_results_as_with_plain_weights(case, transform):
         return
     got, want = run(case, transform, fmp.df11.frozen, COMPRESSED), run(case, transform, without_remat, PLAIN)
     assert tree.structure(want) == tree.structure(got)
-    if not rounded(case, transform):
+    if not rounded(transform):
         assert differing(want, got) == set()
         return
     assert differing(run(case, transform, fmp.remat, PLAIN), got) == set()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fmp import _compat, tree
+from fmp import _compat
 from fmp.errors import RematError
 from fmp.rematerialization.operators import Facts, facts_of, has_storage, memory_of, tensors_in
 
@@ -121,12 +121,13 @@ class _Recorder(_compat.TorchDispatchMode):
         """Runs an operator. Unless it is transparent, what it reads is needed."""
         kwargs = kwargs or {}
         index, self._count = self._count, self._count + 1
-        sources = self._sources_of(args, kwargs)
+        given = tensors_in((args, kwargs))
+        sources = self._sources_of(given)
         output = func(*args, **kwargs)
         if func in _PRODUCTS:
             self._read |= sources
             sources = frozenset([index])
-        if sources and (func in _TRANSPARENT or func in _PRODUCTS) and _are_plain((args, kwargs, output)):
+        if sources and (func in _TRANSPARENT or func in _PRODUCTS) and all(map(_is_plain, (*given, output))):
             facts = output.shape, output.stride(), output.dtype, output.device
             self._made[index] = Made(func, facts_of(args, kwargs), *facts, sources)
             self._sources[memory_of(output)] = sources
@@ -143,12 +144,10 @@ class _Recorder(_compat.TorchDispatchMode):
                 self._read |= sources
         return {index: made for index, made in self._made.items() if not made.sources <= self._read}
 
-    def _sources_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
-        """Lists the products of which values are read, but for those that something reads already."""
-        if not self._sources:
-            return frozenset()
-        found = [self._sources.get(memory_of(tensor), frozenset[int]()) for tensor in tensors_in((args, kwargs))]
-        return frozenset[int]().union(*found) - self._read
+    def _sources_of(self, tensors: list[Tensor]) -> frozenset[int]:
+        """Lists the products of which tensors are made, but for those that something reads already."""
+        found = [self._sources[memory] for memory in map(memory_of, tensors) if memory in self._sources]
+        return frozenset[int]().union(*found) - self._read if found else frozenset()
 
 
 class Attempt(_compat.TorchDispatchMode):
@@ -244,5 +243,5 @@ def _held_by_nothing_else(tensors: list[Tensor]) -> set[int]:
     return sharing.keys() - held
 
 
-def _are_plain(value: Any) -> bool:
-    return all(type(leaf) in _PLAIN and has_storage(leaf) for leaf in tree.leaves(value) if isinstance(leaf, Tensor))
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and has_storage(tensor)

@@ -1,11 +1,12 @@
 """Whether tensors lie in the same memory, so that writing to one would change another."""
 
-from bisect import bisect_left
 from collections.abc import Iterable
-from itertools import chain, compress
-from operator import add, attrgetter, gt
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fmp import _compat
@@ -13,10 +14,14 @@ from fmp import _compat
 PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
 """The types of tensors that are nothing but memory with a shape."""
 
-
-Intervals = tuple[list[int], list[int]]  # where each begins and ends
-
 NBYTES = attrgetter("nbytes")
+
+
+class Intervals(NamedTuple):
+    """Where pieces of memory begin and end, u64[n] each."""
+
+    begins: npt.NDArray[np.uint64]
+    ends: npt.NDArray[np.uint64]
 
 
 def shares_memory(leaves: Iterable[Any], others: Iterable[Any]) -> bool:
@@ -42,33 +47,31 @@ def shares_memory(leaves: Iterable[Any], others: Iterable[Any]) -> bool:
     return intervals_overlap(intervals_of(inside), intervals_of(outside))
 
 
-def intervals_overlap(inside: Intervals, outside: Intervals) -> bool:
-    """Says whether two of some intervals, or one of them and one of others, have an address in common."""
-    (begins, ends), (outer_begins, outer_ends) = inside, outside
-    if _are_disjoint(begins + outer_begins, ends + outer_ends):
+def intervals_overlap(inside: Intervals, *others: Intervals) -> bool:
+    """Says whether two of some intervals, or one of them and one of others, have an address in common.
+
+    Example:
+        >>> weights, moments = intervals_from([0, 8], [8, 8]), intervals_from([16, 20], [8, 8])
+        >>> intervals_overlap(weights, moments), intervals_overlap(moments, weights)
+        (False, True)
+    """
+    if _are_disjoint(_together(inside, *others)):
         return False
-    if not _are_disjoint(begins, ends):
+    if not _are_disjoint(inside):
         return True
-    begins, ends = sorted(begins), sorted(ends)
-    for begin, end in zip(outer_begins, outer_ends, strict=True):
-        before = bisect_left(begins, end)  # of those that begin before this one ends, the last reaches furthest
-        if before and ends[before - 1] > begin:
-            return True
-    return False
+    begins, ends = map(np.sort, inside)
+    outside = _together(*others)
+    before = np.searchsorted(begins, outside.ends)  # of those that begin before one ends, the last reaches furthest
+    furthest = np.concatenate([np.zeros(1, np.uint64), ends])[before]
+    return bool((furthest > outside.begins).any())
 
 
 def intervals_from(begins: list[int], sizes: list[int]) -> Intervals:
     """Says where pieces of memory begin and end, of those that are not empty."""
+    starts, bytes_each = np.array(begins, np.uint64), np.array(sizes, np.uint64)
     if 0 in sizes:
-        begins, sizes = [list(compress(numbers, sizes)) for numbers in (begins, sizes)]
-    return begins, list(map(add, begins, sizes))
-
-
-def _tensors(leaves: Iterable[Any]) -> list[torch.Tensor]:
-    leaves = list(leaves)
-    if PLAIN.issuperset(map(type, leaves)):
-        return leaves
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        starts, bytes_each = starts[bytes_each > 0], bytes_each[bytes_each > 0]
+    return Intervals(starts, starts + bytes_each)
 
 
 def intervals_of(tensors: list[torch.Tensor]) -> Intervals:
@@ -79,6 +82,18 @@ def intervals_of(tensors: list[torch.Tensor]) -> Intervals:
     return intervals_from([storage.data_ptr() for storage in storages], [storage.nbytes() for storage in storages])
 
 
-def _are_disjoint(begins: list[int], ends: list[int]) -> bool:
+def _tensors(leaves: Iterable[Any]) -> list[torch.Tensor]:
+    leaves = list(leaves)
+    if PLAIN.issuperset(map(type, leaves)):
+        return leaves
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _together(*intervals: Intervals) -> Intervals:
+    return Intervals(*map(np.concatenate, zip(*intervals, strict=True)))
+
+
+def _are_disjoint(intervals: Intervals) -> bool:
     # In order of their begins, disjoint intervals are in order of their ends, too.
-    return not any(map(gt, sorted(ends), sorted(begins)[1:]))
+    begins, ends = map(np.sort, intervals)
+    return not (ends[:-1] > begins[1:]).any()

@@ -87,8 +87,8 @@ def laid_out_as(
         >>> laid_out_as([torch.zeros(2, 3).t()], [torch.zeros(3, 2)], are_contiguous=False)[0].stride()
         (1, 3)
     """
-    if are_contiguous and not copy and (dtype is None or {dtype}.issuperset(map(_DTYPE, tensors))):
-        return tensors
+    if are_contiguous and (dtype is None or {dtype}.issuperset(map(_DTYPE, tensors))):
+        return list(map(torch.Tensor.clone, tensors)) if copy else tensors
     found = []
     for like, tensor in zip(likes, tensors, strict=True):
         wanted = tensor.dtype if dtype is None else dtype

@@ -70,7 +70,9 @@ def overwrite(
     # Whatever is asked of every leaf is asked by functions that loop in C: loops in Python would outlast the kernel.
     grad_leaves, spec = checks.params_match(grads, params)
     new_columns: list[list[Any]] = [list(spec.flatten_up_to(other)) for other in (params, *moments)]
-    due = [index for index, grad in enumerate(grad_leaves) if grad is not None]
+    due = list(range(len(grad_leaves)))
+    if type(None) in set(map(type, grad_leaves)):
+        due = [index for index in due if grad_leaves[index] is not None]
     columns = [chosen(column, due) for column in (grad_leaves, *new_columns)]
     everything = list(chain.from_iterable(columns))
     types = set(map(type, everything))
@@ -91,13 +93,12 @@ def overwrite(
     if donate and are_contiguous and len(due) == len(grad_leaves):
         sizes, count = list(map(NBYTES, everything)), len(due)
         read, written = [intervals_from(addresses[part], sizes[part]) for part in (slice(count), slice(count, None))]
-        elsewhere = intervals_of(others)
-        donate = not intervals_overlap(written, (read[0] + elsewhere[0], read[1] + elsewhere[1]))
+        donate = not intervals_overlap(written, read, intervals_of(others))
     elif donate:
         donate = not shares_memory(chain.from_iterable(new_columns), [*columns[0], *others])
 
     kinds_due = [()] * len(due) if kinds is None else [(kinds[index],) for index in due]
-    groups = _places_by_key(list(zip(map(_DEVICE, columns[1]), dtypes, kinds_due, strict=True)))
+    groups = _places_by_key(list(map(_DEVICE, columns[1])), dtypes, kinds_due)
     for (device, dtype, kind), places in groups.items():
         its_grads, old, *its_moments = [chosen(column, places) for column in columns]
         wide = full_precision(dtype)
@@ -136,11 +137,13 @@ def _addresses(tensors: list[Any], others: list[torch.Tensor]) -> list[int] | No
     return None if 0 in addresses and any(map(_compat.is_zero_tensor, tensors)) else addresses
 
 
-def _places_by_key(keys: list[Any]) -> dict[Any, list[int]]:
-    if keys and keys.count(keys[0]) == len(keys):
-        return {keys[0]: list(range(len(keys)))}
+def _places_by_key(*parts: list[Any]) -> dict[Any, list[int]]:
+    """Lists for each key the places that it is at; one part of each key comes from each list."""
+    count = len(parts[0])
+    if count and all(part.count(part[0]) == count for part in parts):
+        return {tuple([part[0] for part in parts]): list(range(count))}
     groups: dict[Any, list[int]] = {}
-    for place, key in enumerate(keys):
+    for place, key in enumerate(zip(*parts, strict=True)):
         groups.setdefault(key, []).append(place)
     return groups
 
@@ -162,7 +165,7 @@ def _writable(params: list[torch.Tensor], dtype: torch.dtype, donate: bool, are_
     if params[0].dtype != dtype:
         params = [param.to(dtype) for param in params]
     elif not donate:
-        return copies(params, torch.contiguous_format)
+        return list(map(torch.Tensor.clone, params)) if are_contiguous else copies(params, torch.contiguous_format)
     # A kernel sees memory, not strides: entries must neither overlap nor leave gaps.
     return params if are_contiguous else [param if _is_dense(param) else param.contiguous() for param in params]
 

@@ -4,7 +4,7 @@
 // and addcmul round once for a product and a sum:
 //
 //   g = (gradient / scale) * clip
-//   g = fma(coupled_decay, p, g)                                     if the row says so (Adam's L2 regularisation)
+//   g = fma(coupled_decay, p, g)                                     if the row says so (Adam's L2 regularization)
 //   m = fma(first_weight, g - m, m)                                  or fma(m - g, 1 - first_weight, g) from 0.5 on
 //   v = fma(second_weight * g, g, v * second_kept)
 //   u = m / (sqrt(v) + eps) * step_size

@@ -30,7 +30,7 @@ __device__ __forceinline__ int count_of(chunk here, int chunk_size, long long te
   return (int)min((long long)chunk_size, tensor_size - here.first);
 }
 
-// Neighbours that are loaded and stored by one instruction.
+// Neighbors that are loaded and stored by one instruction.
 template <class T, int N>
 struct alignas(N * sizeof(T)) pack {
   T v[N];
@@ -66,11 +66,11 @@ struct width {
   static constexpr int value = W;
 };
 
-// Visits all elements of a chunk: `use(width, i, load(width, i))` for `width` neighbours from the i-th on. Where packs
+// Visits all elements of a chunk: `use(width, i, load(width, i))` for `width` neighbors from the i-th on. Where packs
 // begin after the same head in all streams, `aligned`, most are visited N at a time, and the others one at a time.
 //
 // A thread first loads up to K packs, then uses them: more bytes are on their way, and results may overwrite inputs,
-// which keeps the compiler from doing so by itself. Neighbouring threads visit neighbouring packs.
+// which keeps the compiler from doing so by itself. Neighboring threads visit neighboring packs.
 template <int N, int K, class Load, class Use>
 __device__ __forceinline__ void walk(int count, int head, bool aligned, Load load, Use use) {
   const int thread = (int)threadIdx.x, threads = (int)blockDim.x;

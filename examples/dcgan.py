@@ -157,7 +157,7 @@ def make_gan(
 
 
 def make_models(width: int, seed: int) -> dict[str, fmp.Model]:
-    """Returns both models, initialised as in the DCGAN paper: normal with a standard deviation of 0.02."""
+    """Returns both models, initialized as in the DCGAN paper: normal with a standard deviation of 0.02."""
     torch.manual_seed(seed)
     modules = {"discriminator": Discriminator(width), "generator": Generator(width)}
     for module in modules.values():

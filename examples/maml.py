@@ -7,7 +7,7 @@ A task is a sinusoid of its own amplitude and phase, of which a network sees ten
 Model-Agnostic Meta-Learning, ICML 2017, section 5.1). The inner loop adapts the network to them by some steps of
 `fmp.optim.sgd`; the meta-loss is what the adapted network gets wrong on ten other points. An optimizer of fmp is a pair
 of pure functions, so that is an ordinary function of the starting point: `vmap` takes it over the tasks, and
-`fmp.train_step`, with `fmp.optim.adam`, minimises it. The rival in the table is pre-trained jointly on all tasks, by
+`fmp.train_step`, with `fmp.optim.adam`, minimizes it. The rival in the table is pre-trained jointly on all tasks, by
 the same step with no inner loop, and then adapted at the best of several rates.
 
 The proof: the meta-gradient by `fmp.value_and_grad` equals that of a Python loop over the tasks, with the inner steps
@@ -114,7 +114,7 @@ def make_tasks(seed: int, index: int, tasks: int = TASKS) -> Batch:
 
 
 def train(args: argparse.Namespace, inner: fmp.optim.GradientTransformation, inner_steps: int, name: str) -> Params:
-    """Minimises the meta-loss; with no inner steps, the loss on all tasks together."""
+    """Minimizes the meta-loss; with no inner steps, the loss on all tasks together."""
     step = fmp.train_step(partial(meta_loss, inner=inner, inner_steps=inner_steps), fmp.optim.adam(args.learning_rate))
     state = step.init(make_params(args.seed))
     for index in tqdm(range(args.steps), desc=name, mininterval=0.5):

@@ -310,7 +310,7 @@ def _out_of_place(function: types.FunctionType, mode: SeededRandomness, /, *args
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu)
 _POOLS = (F.fractional_max_pool2d, F.fractional_max_pool3d)
 _POOLS_WITH_INDICES = (F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices)
-_INITIALISERS = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
+_INITIALIZERS = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
 # Each stands for the operator of its name as well.
 _SEEDED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
@@ -329,7 +329,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **_drawing_functions(),
     **{form: functools.partial(_as_one_op, func, handler) for func, handler in _SEEDED.items() for form in _all(func)},
     **{func: functools.partial(_out_of_place, body(func)) for func in _DROPOUTS},
-    **{func: functools.partial(_refused, func.__name__) for func in (*_POOLS, *_POOLS_WITH_INDICES, *_INITIALISERS)},
+    **{func: functools.partial(_refused, func.__name__) for func in (*_POOLS, *_POOLS_WITH_INDICES, *_INITIALIZERS)},
     F.multi_head_attention_forward: functools.partial(inside, body(F.multi_head_attention_forward)),
     F.gumbel_softmax: _gumbel_softmax,
     torch.Tensor.bernoulli: _bernoulli,

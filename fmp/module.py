@@ -52,7 +52,7 @@ class Model:
         params: The parameters by dotted name, copies in the module's dtypes. Weights that the module ties are one leaf.
             Parameters that do not require grad are among them; leave those out of training with the optimizer.
         buffers: The buffers likewise, those included that the module does not save.
-        norm_params: The names of parameters and buffers that belong to normalisation layers, see `norm_names`.
+        norm_params: The names of parameters and buffers that belong to normalization layers, see `norm_names`.
     """
 
     params: dict[str, torch.Tensor]
@@ -77,7 +77,7 @@ class Model:
         """Calls the module with the given parameters and buffers.
 
         It works under every torch.func transform and `torch.compile(fullgraph=True)`, and changes none of its
-        arguments. Where parameters are of mixed precision, because a policy keeps normalisation layers in float32,
+        arguments. Where parameters are of mixed precision, because a policy keeps normalization layers in float32,
         these layers compute in that precision and return the dtype that they were given.
 
         To save memory, put `torch.utils.checkpoint` around this call, not inside the module: recomputed after the
@@ -161,7 +161,7 @@ def functionalize(module: nn.Module) -> Model:
     Raises:
         TypeError: If `module` is not an `nn.Module`, or is or holds one that runs its own collectives (DDP, FSDP) or
             cannot run with other tensors than its own.
-        ValueError: If a parameter or buffer is not initialised yet or has gradient hooks, if an embedding has a
+        ValueError: If a parameter or buffer is not initialized yet or has gradient hooks, if an embedding has a
             max_norm, or if a function in the module, such as a lambda as a hook, refers to the module itself.
 
     Example:
@@ -189,7 +189,7 @@ def functionalize(module: nn.Module) -> Model:
 
 
 def norm_names(module: nn.Module) -> tuple[str, ...]:
-    """Names the parameters and buffers of a module's normalisation layers, which low precision harms most.
+    """Names the parameters and buffers of a module's normalization layers, which low precision harms most.
 
     These are torch's BatchNorm, SyncBatchNorm, InstanceNorm, LayerNorm, GroupNorm and RMSNorm, and every other module
     without submodules whose class name contains `norm` and whose own tensors are all vectors, such as a `LlamaRMSNorm`.
@@ -290,7 +290,7 @@ def _in_own_precision(layer: nn.Module, forward: Callable[..., Any], *args: Any,
     wide = torch.promote_types(given, own)
     output = forward(*tree.cast(args, wide), **tree.cast(kwargs, wide))
     if type(output) is tuple and any(is_castable(arg) and arg.dtype == wide for arg in (*args, *kwargs.values())):
-        # A residual that came in wide goes out wide; only the normalised tensor, the first one, is narrowed.
+        # A residual that came in wide goes out wide; only the normalized tensor, the first one, is narrowed.
         return (tree.cast(output[0], given), *output[1:])
     return tree.cast(output, given)
 

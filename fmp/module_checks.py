@@ -32,7 +32,7 @@ def check_module(module: Any) -> None:
     Raises:
         TypeError: If it is not a module, or has a part that runs its own collectives or cannot run with other tensors
             than its own.
-        ValueError: If a tensor is not initialised yet or has gradient hooks, if an embedding renormalises its weight,
+        ValueError: If a tensor is not initialized yet or has gradient hooks, if an embedding renormalizes its weight,
             or if a function in it refers to the module itself.
     """
     if not isinstance(module, nn.Module):
@@ -45,11 +45,11 @@ def check_module(module: Any) -> None:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(
                 f"{path or 'module'} has max_norm={part.max_norm}, with which each call overwrites the weight that it "
-                "was given; set max_norm=None, and renormalise in forward or after the update"
+                "was given; set max_norm=None, and renormalize in forward or after the update"
             )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise ValueError(f"{name} is not initialised yet; call the module once on a batch, then functionalize it")
+            raise ValueError(f"{name} is not initialized yet; call the module once on a batch, then functionalize it")
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"{name} has gradient hooks, which the tensors given to `apply` do not have; remove them, and change "

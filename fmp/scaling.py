@@ -3,7 +3,7 @@
 Three scalers with the same three methods, so that they swap without an `if`. Their state is tensors, and nothing here
 looks at a value on the host; a scaler therefore works inside a compiled step, and under vmap with one scale a member.
 
-Regularisation goes before `scale`, clipping after `unscale`.
+Regularization goes before `scale`, clipping after `unscale`.
 """
 
 import math

@@ -536,7 +536,7 @@ def test_factories_write_into_out() -> None:
     assert torch.equal(drawn, torch.ones(2, 3))
 
 
-def test_factories_honour_or_refuse_their_options() -> None:
+def test_factories_honor_or_refuse_their_options() -> None:
     with SeededRandomness(0):
         assert torch.rand(3, requires_grad=True).requires_grad
         assert not torch.randn(3).requires_grad

@@ -438,7 +438,7 @@ def test_a_failed_call_leaves_the_model_as_it_was() -> None:
 
 
 def test_modules_without_values_yet_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"1.weight is not initialised yet; call the module once"):
+    with pytest.raises(ValueError, match=r"1.weight is not initialized yet; call the module once"):
         functionalize(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
 
 
@@ -502,7 +502,7 @@ def test_weights_that_a_hook_computes_are_trained_by_their_originals() -> None:
     assert grads.keys() == {"0.bias", "0.weight_g", "0.weight_v"}
 
 
-def test_norm_names_are_those_of_normalisation_layers() -> None:
+def test_norm_names_are_those_of_normalization_layers() -> None:
     class NormedLinear(nn.Linear):
         pass
 
@@ -977,7 +977,7 @@ def test_parameters_made_in_inference_mode_can_be_used() -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
-def test_embeddings_that_renormalise_their_weight_are_refused(layer: Any) -> None:
+def test_embeddings_that_renormalize_their_weight_are_refused(layer: Any) -> None:
     with pytest.raises(ValueError, match=r"^0 has max_norm=0.1.*set max_norm=None"):
         functionalize(nn.Sequential(layer(4, 3, max_norm=0.1)))
 

@@ -134,7 +134,7 @@ def initialize(
         opt_level: `"O0"` (float32), `"O1"` (function by function), `"O2"` (half with float32 masters), `"O3"` (half).
         cast_model_type: The dtype to cast models to, or False for none.
         patch_torch_functions: False takes the casting from O1.
-        keep_batchnorm_fp32: Whether batch normalisation stays in float32; also `"True"` and `"False"`.
+        keep_batchnorm_fp32: Whether batch normalization stays in float32; also `"True"` and `"False"`.
         master_weights: Whether half parameters have float32 masters, which stand in the optimizers' `param_groups`.
         loss_scale: `"dynamic"`, or a number or its string.
         cast_model_outputs: The dtype of what the models return; float32 where they are cast.

@@ -54,7 +54,7 @@ def check(models: Sequence[nn.Module], options: Options) -> None:
 
     Raises:
         RuntimeError: If a model is wrapped for parallel training, compiled by `torch.jit`, or has a 16-bit tensor.
-        ValueError: If a parameter is not initialised yet.
+        ValueError: If a parameter is not initialized yet.
     """
     for model in models:
         if any(cls.__name__ in _WRAPPERS for cls in type(model).__mro__):
@@ -69,7 +69,7 @@ def check(models: Sequence[nn.Module], options: Options) -> None:
             )
         for name, tensor in _named_tensors(model):
             if is_lazy(tensor):
-                raise ValueError(f"models: {name} is not initialised yet; call the model once on a batch before")
+                raise ValueError(f"models: {name} is not initialized yet; call the model once on a batch before")
             if tensor.dtype in (torch.float16, torch.bfloat16) and options.cast_model_type is not False:
                 raise RuntimeError(
                     f"models: {name} is {describe(tensor)}; give amp.initialize a float32 model, without calling "
@@ -83,7 +83,7 @@ def cast(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> Itera
     Args:
         model: The model.
         dtype: The dtype.
-        keep_batchnorm: Leaves batch normalisation with weights alone.
+        keep_batchnorm: Leaves batch normalization with weights alone.
 
     Yields:
         What is cast next, for `put_back`.

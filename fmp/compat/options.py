@@ -14,7 +14,7 @@ _KEEPS_BATCHNORM = {"O0": None, "O1": None, "O2": True, "O3": False}
 _MEANING = {
     "O0": "everything in float32",
     "O1": "weights in float32, each torch function in half or in float32",
-    "O2": "model in half, batch normalisation in float32, float32 masters",
+    "O2": "model in half, batch normalization in float32, float32 masters",
     "O3": "everything in half",
 }
 
@@ -28,7 +28,7 @@ class Options:
         half: What half means.
         cast_model_type: The dtype that models are cast to; None or False for none.
         patch_torch_functions: Whether each torch function casts its arguments. (Nothing is patched.)
-        keep_batchnorm_fp32: Whether affine batch normalisation is left out of the cast.
+        keep_batchnorm_fp32: Whether affine batch normalization is left out of the cast.
         master_weights: Whether optimizers work on float32 copies of half parameters.
         loss_scale: `"dynamic"` or a number.
         cast_model_outputs: The dtype of what models return, or None to leave it.
@@ -170,7 +170,7 @@ def _keep_batchnorm(options: Options, value: Any) -> bool | None:
         return None
     if _by_op(options):
         raise RuntimeError(
-            f"keep_batchnorm_fp32={value} at O1: all weights stay in float32, and batch normalisation runs in float32 "
+            f"keep_batchnorm_fp32={value} at O1: all weights stay in float32, and batch normalization runs in float32 "
             "inside; leave it out"
         )
     if not isinstance(value, bool) and value not in ("True", "False"):

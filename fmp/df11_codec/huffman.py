@@ -28,7 +28,7 @@ def code_lengths(counts: npt.NDArray[np.int64] | Sequence[int], *, limit: int = 
     count. The cheapest set of coins that is worth `len(symbols) - 1` is found from the smallest coins up:
 
         level 1:     the coins worth 2**-limit, by cost
-        level i + 1: the coins worth twice as much, and the pairs of neighbours of level i, by cost
+        level i + 1: the coins worth twice as much, and the pairs of neighbors of level i, by cost
         last level:  take the first 2 * len(symbols) - 2; a pair stands for two entries one level down
 
     The length of a symbol is the number of its coins that are taken. Equal costs are ordered by symbol, coins before

@@ -14,7 +14,7 @@ as they are:
     group_starts    0              .              . | 42301 ...         i64, where each 32nd chunk starts
 
 The first bit of the stream is the lowest bit of its first byte. Read as little-endian words of 32 or of 64 bits, it is
-the same stream. One more word follows the last code, so that two neighbouring words can always be read.
+the same stream. One more word follows the last code, so that two neighboring words can always be read.
 
 Why chunks. A decoder that works in parallel must know where a piece of the stream starts, and which numbers it holds.
 The published DFloat11 layout cuts the stream after every 64 bits and stores the offset of the first code in each
@@ -24,7 +24,7 @@ weight, the starts of the groups 0.004. (256 numbers: 0.070 together, 1024: 0.01
 
 On a GPU, a warp takes a group: a scan of 32 lengths within the warp gives each lane its start, the words of the group
 (about 5 KiB) come to shared memory in one coalesced copy, and each lane decodes one chunk, 16 numbers at a time: it
-reads 16 and writes 32 neighbouring bytes, whole sectors of memory. Shorter chunks would give small tensors more lanes,
+reads 16 and writes 32 neighboring bytes, whole sectors of memory. Shorter chunks would give small tensors more lanes,
 at the price of bits. On a CPU a thread decodes one chunk after the other; chunks of half the length cost 5 % of the
 speed.
 

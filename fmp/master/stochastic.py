@@ -1,13 +1,13 @@
 """The form `stochastic`: nothing beside the parameter, which is rounded up or down by chance, 2 bytes.
 
     merge(param) = param
-    split(full)  = the neighbour below, or with probability (full - below) / (above - below) the one above
+    split(full)  = the neighbor below, or with probability (full - below) / (above - below) the one above
 
 The mean of the rounded number is the number itself, so updates that are far too small for the format still add up over
 many steps. The chance is a hash of the seed and of the place of an element in its tensor (see `fmp.random`).
 
 A number that the format has is never changed, nor are inf and NaN. Beyond the largest finite number there is no
-neighbour above to take the mean with: up to one spacing further, where rounding to nearest would already give inf from
+neighbor above to take the mean with: up to one spacing further, where rounding to nearest would already give inf from
 half way on, the result is the largest finite number, and never inf by bad luck; from there on it is inf.
 
 References:
@@ -57,7 +57,7 @@ def round_stochastically(
             that is to be rounded as within the whole. By default `values` is the whole.
 
     Returns:
-        Numbers of the dtype. The probability of either neighbour is exact in bfloat16, and within 2^-23 among the
+        Numbers of the dtype. The probability of either neighbor is exact in bfloat16, and within 2^-23 among the
         subnormal numbers of float16. The gradient passes straight through, as by a cast.
 
     Raises:

@@ -32,7 +32,7 @@ def peak(fn: Callable[..., Any], /, *args: Any, fake: bool = False, **kwargs: An
             such as a `torch.optim` optimizer, whose step is then left out. Tensors on
             the meta device count as on the CPU, so a model too large for the machine can be made under
             `torch.device("meta")`. A function that looks at values cannot run on them. Of a few kernels torch does not
-            know what they return besides, and counts too little: those of `nn.LSTM`, and of batch normalisation with a
+            know what they return besides, and counts too little: those of `nn.LSTM`, and of batch normalization with a
             16-bit input and float32 weights, on the CPU.
         **kwargs: Its keyword arguments.
 

@@ -67,7 +67,7 @@ def plan(
         optimizer: A name: adam, adamw, lamb, lion, adafactor, rmsprop, sgd, sgd_momentum, adam8bit, adamw8bit; or an
             optimizer. None trains nothing: there are the parameters alone.
         policy: A policy, its string form, or an opt level, `"O0"` to `"O3"`, with float16 as half; None leaves the
-            parameters as they are, a number of them in float32. With a module and a level, its normalisation layers
+            parameters as they are, a number of them in float32. With a module and a level, its normalization layers
             are kept in float32 as by `fmp.opt_level(level, keep_full=module)`; of a number, nothing is.
         gradients: The floating-point dtype of the gradients; `"compute"` for the one that the backward pass makes, None
             to leave them out.

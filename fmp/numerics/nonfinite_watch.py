@@ -30,7 +30,7 @@ from fmp.numerics.op_watch import COPIES, Op, OpWatch
 from fmp.numerics.provenance import Provenance, parts
 from fmp.numerics.sources import IGNORED, MEANT, MISTAKE, NOWHERE, TURNED, Source, first_cause, report
 
-_UNINITIALISED = ("empty", "new_empty", "resize_")
+_UNINITIALIZED = ("empty", "new_empty", "resize_")
 _DECODES = "fmp.df11_decode"
 _UNNAMED = "a tensor that the function does not get as an argument"
 
@@ -99,7 +99,7 @@ class NonfiniteWatch(OpWatch):
     def saw(self, op: Op) -> None:
         """Follows one op."""
         light = op.without_tensors()
-        if op.name.startswith(_UNINITIALISED):
+        if op.name.startswith(_UNINITIALIZED):
             for tensor in op.outputs:
                 if not op.writes:
                     self._known.note(tensor, _Origin(op=light, is_blank=True))

@@ -67,7 +67,7 @@ def adam(
         b1: The decay rate of the first moment.
         b2: The decay rate of the second moment.
         eps: What is added to the denominator.
-        weight_decay: The factor of the parameter that is added to its gradient (L2 regularisation, which the moments
+        weight_decay: The factor of the parameter that is added to its gradient (L2 regularization, which the moments
             see; `adamw` has the other kind).
         fused: Whether a train step runs torch's one-pass kernel on plain tensors: faster, and equal to `update` up to
             rounding. On a GPU it runs fmp's kernel either way where that can run; see `fmp.kernels`.

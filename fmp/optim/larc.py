@@ -57,7 +57,7 @@ def larc(
         clip: Whether the learning rate becomes the smaller of `adaptive` and itself (clipping); if not, it becomes
             their product (scaling, LARS).
         eps: What is added to the denominator.
-        weight_decay: The factor of the parameter that is added to its gradient (L2 regularisation).
+        weight_decay: The factor of the parameter that is added to its gradient (L2 regularization).
 
     Returns:
         The transformation; its state is a `LarcState`. New gradients have dtype float32 or wider.

@@ -67,7 +67,7 @@ def rmsprop(
         learning_rate: A number, a 0-dim tensor, or a schedule, which is asked at 0 for the first update.
         decay: The decay rate of the moments (`alpha` in torch).
         eps: What is added to the denominator.
-        weight_decay: The factor of the parameter that is added to its gradient (L2 regularisation).
+        weight_decay: The factor of the parameter that is added to its gradient (L2 regularization).
         momentum: How much of the old running sum of steps stays; 0 for none.
         centered: Whether to divide by the standard deviation of the gradient (Graves 2013), not by its root mean
             square.

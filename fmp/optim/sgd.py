@@ -60,7 +60,7 @@ def sgd(
         learning_rate: A number, a 0-dim tensor, or a schedule, which is asked at 0 for the first update.
         momentum: How much of the old running sum stays; None or 0 for none.
         nesterov: Whether to look ahead along the momentum (Sutskever et al. 2013).
-        weight_decay: The factor of the parameter that is added to its gradient (L2 regularisation).
+        weight_decay: The factor of the parameter that is added to its gradient (L2 regularization).
         dampening: How much of a new gradient is left out of the running sum.
         fused: Whether a train step runs torch's one-pass kernel on plain tensors: faster, and equal to `update` up to
             rounding. On a GPU it runs fmp's kernel either way where that can run; see `fmp.kernels`.

@@ -16,7 +16,7 @@ from fmp.optim.torch_memory import take_step
 Slots = dict[str, Any]
 
 _REFUSED = {
-    torch.optim.LBFGS: "its step evaluates the loss several times; minimise with it outside of a train step",
+    torch.optim.LBFGS: "its step evaluates the loss several times; minimize with it outside of a train step",
     torch.optim.SparseAdam: "it takes sparse gradients only; use torch.optim.Adam",
 }
 # What the plain form of an algorithm needs: one tensor at a time, and nothing that a kernel overwrites.

@@ -57,7 +57,7 @@ APEX_ADDED: Final[Groups] = {
             cdist pdist pairwise_distance cov corrcoef
         """),
         "sums under other names": _names("sum_to_size trapezoid cumulative_trapezoid"),
-        "normalisations next to the listed ones": _names("rms_norm native_layer_norm native_group_norm"),
+        "normalizations next to the listed ones": _names("rms_norm native_layer_norm native_group_norm"),
         "losses next to the listed ones": _names("huber_loss nll_loss2d"),
         "std and var that return the mean as well": _names("std_mean var_mean"),
         "the resampling inside interpolate, called on its own": _names("""
@@ -149,7 +149,7 @@ TORCH_BANNED: Final = _names("binary_cross_entropy")
 TORCH_INSIDE: Final[Groups] = {
     "low": {
         "recurrent networks, made of linear and cells": _names("lstm gru rnn_tanh rnn_relu"),
-        "covariances, a matrix product of centred data": _names("cov corrcoef"),
+        "covariances, a matrix product of centered data": _names("cov corrcoef"),
     },
     "full": {
         "a loss, log_softmax and nll_loss": _names("cross_entropy"),

@@ -14,7 +14,7 @@ from fmp.policy.fields import as_dtype, as_flag, as_loss_scale, as_masters, as_o
 from fmp.policy.op_rules import OpRules
 from fmp.policy.policy import Policy
 
-# What normalisation layers are usually called; a module or model given as `keep_full` names its own exactly.
+# What normalization layers are usually called; a module or model given as `keep_full` names its own exactly.
 NORM_PATTERNS = ("*norm*", "*.bn*", "*.ln*")
 
 Kept = str | nn.Module | Model
@@ -77,7 +77,7 @@ def opt_level(
         cast_model_type: The level's own dtype, or False to cast nothing and have only masters and loss scaling, for a
             model that mixes dtypes already.
         patch_torch_functions: Apex's name for casting op by op; False takes that from O1 and leaves its loss scaling.
-        keep_norm_fp32: Whether normalisation layers stay in float32.
+        keep_norm_fp32: Whether normalization layers stay in float32.
         keep_batchnorm_fp32: Apex's name for `keep_norm_fp32`.
         master_weights: Whether the optimizer works on more than the 16 bits of the half parameters: True for float32
             copies, or another form of `fmp.master`: `"remainder"` (with bf16), `"kahan"` or `"stochastic"`.
@@ -85,7 +85,7 @@ def opt_level(
         cast_model_outputs: The output dtype.
         op_rules: The rules of O1, Apex's by default: `fmp.OpRules`, `"apex"` or `"torch"`.
         keep_full: What else stays in float32: a name pattern such as `"inv_freq"`, an `nn.Module`, a `fmp.Model`, or a
-            sequence of these. A module or model stands for its normalisation layers, under their names in
+            sequence of these. A module or model stands for its normalization layers, under their names in
             `Model.params`; it takes the place of `NORM_PATTERNS`, which guesses them. For parameters of several
             modules in a dictionary, give an `nn.ModuleDict` with the same keys. Where the guess misses norms of a
             `fmp.Model` that the loss calls, `TrainStep.init` warns.
@@ -228,7 +228,7 @@ def _refusals(given: _Overrides, dtype: str) -> list[tuple[object, str, tuple[st
             keep_norm is False and norms is not None,
             "keep_norm_fp32=False",
             _NO_LEVEL,
-            "keep_full has a module, which stands for its normalisation layers; leave out one of the two",
+            "keep_full has a module, which stands for its normalization layers; leave out one of the two",
         ),
         (
             masters,

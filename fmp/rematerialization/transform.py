@@ -83,7 +83,7 @@ def remat(
 
     With `torch.compile`, put `remat` inside of a compiled loss that is differentiated outside, or around compiled
     blocks. In a transform that is compiled too, as in a whole train step, the function runs as it is: there the
-    compiler decides what to keep. The compiler honours `saveable`; of what has a name it keeps that value, and offloads
+    compiler decides what to keep. The compiler honors `saveable`; of what has a name it keeps that value, and offloads
     none. It traces the function once, so that side effects happen once, and nothing is checked or shown there.
 
     Args:

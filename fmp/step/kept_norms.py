@@ -1,4 +1,4 @@
-"""Warns of normalisation layers that an opt level would keep in float32, if their names told that they are some."""
+"""Warns of normalization layers that an opt level would keep in float32, if their names told that they are some."""
 
 import functools
 import inspect
@@ -54,7 +54,7 @@ def warn_of_cast_norms(fns: Sequence[Any], policy: Policy | None, *trees: Tree, 
             if cast:
                 layers = list(dict.fromkeys(path.rpartition(".")[0] or path for path in cast))
                 warnings.warn(
-                    f"the policy keeps normalisation layers in float32 by their names, and misses {_few(cast)}, which "
+                    f"the policy keeps normalization layers in float32 by their names, and misses {_few(cast)}, which "
                     f"become {short_name(dtype)}: give opt_level keep_full=model, the fmp.Model or its module, or "
                     f"these names, keep_full=[{_few(layers)}]; or keep_norm_fp32=False if that is meant",
                     stacklevel=stacklevel + 1,

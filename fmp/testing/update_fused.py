@@ -44,7 +44,7 @@ def fused_means_update(case: Case) -> None:
                 if not donate:
                     assert_same_bits((given, given_state, given_params), before, f"what fused was given {what}")
                 assert_same_kind((found, found_state), (expected, expected_state), f"the result of fused {what}")
-                if dtype == full_precision(dtype):  # narrower ones may round to a neighbour
+                if dtype == full_precision(dtype):  # narrower ones may round to a neighbor
                     assert_close((found, found_state), (expected, expected_state), f"the result of fused {what}")
                 assert_same_bits(low, tree.cast(found, torch.bfloat16), f"`low` {what}")
             given, given_state, given_params = snapshot(before)

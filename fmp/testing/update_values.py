@@ -180,7 +180,7 @@ def _differing(updates: Tree, others: Tree) -> set[str]:
 
 
 def empty_trees_work(case: Case) -> None:
-    """Trees without tensors are initialised and updated like others, unless the optimizer is for one structure only."""
+    """Trees without tensors are initialized and updated like others, unless the optimizer is for one structure only."""
 
     def law(empty: Tree) -> None:
         state = case.tx.init(empty)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One behaviour: Apex's call, fmp's expression, what else there is to know, and a test of it."""
+    """One behavior: Apex's call, fmp's expression, what else there is to know, and a test of it."""
 
     apex: str
     fmp: str

@@ -174,7 +174,7 @@ def test_the_shapes_of_what_is_given_come_back():
         (nn.DataParallel(net()), None, RuntimeError, "wrapped"),
         (net().half(), None, RuntimeError, "0.weight is f16"),
         (net().bfloat16(), None, RuntimeError, "half"),
-        (nn.LazyLinear(2), None, ValueError, "initialised"),
+        (nn.LazyLinear(2), None, ValueError, "initialized"),
         (torch.jit.script(nn.Linear(2, 2)), None, RuntimeError, r"compiled by torch\.jit"),
     ],
 )

@@ -52,7 +52,7 @@ static void check_byte(Region& region, size_t offset, bool write, const Access& 
          offset, now.thread - 1, cell.read.block - 1, cell.read.thread - 1, place.offset());
   }
   if (region.kind == Kind::shared && !write && !cell.write.thread) {
-    fail("read of uninitialised shared memory %s+%zu by thread %u (pc+0x%lx)", name, offset, now.thread - 1,
+    fail("read of uninitialized shared memory %s+%zu by thread %u (pc+0x%lx)", name, offset, now.thread - 1,
          place.offset());
   }
   if (!write || now.atomic) remember_read(cell, now);

@@ -89,7 +89,7 @@ struct SourcePlace {
 #define UNDEFINED_AS(name, words) \
   [[noreturn]] void __ubsan_handle_##name(SourcePlace* place, ...) { \
     if (!executor::current) abort(); \
-    executor::fail("undefined behaviour: %s (%s:%u)", words, place->file, place->line); \
+    executor::fail("undefined behavior: %s (%s:%u)", words, place->file, place->line); \
   }
 UNDEFINED_AS(type_mismatch_v1_abort, "a misaligned or null pointer")
 UNDEFINED_AS(shift_out_of_bounds_abort, "a shift out of bounds")

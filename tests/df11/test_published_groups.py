@@ -145,7 +145,7 @@ def test_code_is_the_published_one(counts: dict[int, int]):
         return
     found = codes_of(counts)
     if found != expected:
-        # Only the end symbol may differ, exchanged with its neighbour, and only where it would begin its table.
+        # Only the end symbol may differ, exchanged with its neighbor, and only where it would begin its table.
         assert {s for s in found if found[s] != expected[s]} == {-1, next(s for s in found if found[s] == expected[-1])}
         assert set(expected[-1][(len(expected[-1]) - 1) // 8 * 8 :]) == {"0"}
 

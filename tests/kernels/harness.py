@@ -39,7 +39,7 @@ def in_every_order(name: str) -> Iterator[Module]:
 
 
 class Buffer:
-    """A copy of a tensor in memory whose neighbours show whether anyone wrote past its ends.
+    """A copy of a tensor in memory whose neighbors show whether anyone wrote past its ends.
 
     Attributes:
         tensor: The copy, `offset` elements after an address that is a multiple of 64 bytes.

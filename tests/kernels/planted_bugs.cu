@@ -67,8 +67,8 @@ extern "C" __global__ void race_of_write_after_read(u32* out) {
   __shared__ u32 shared[64];
   shared[threadIdx.x] = threadIdx.x;
   __syncthreads();
-  const u32 neighbour = shared[(threadIdx.x + 1) & 63];
-  shared[threadIdx.x] = neighbour;
+  const u32 neighbor = shared[(threadIdx.x + 1) & 63];
+  shared[threadIdx.x] = neighbor;
   __syncthreads();
   out[threadIdx.x] = shared[threadIdx.x];
 }
@@ -129,7 +129,7 @@ extern "C" __global__ void bounds_of_dynamic(u32* out) {
   out[threadIdx.x] = shared[threadIdx.x];
 }
 
-extern "C" __global__ void uninitialised_shared(u32* out) {
+extern "C" __global__ void uninitialized_shared(u32* out) {
   __shared__ u32 shared[64];
   if (threadIdx.x != 7) shared[threadIdx.x] = 0;
   __syncthreads();

@@ -16,8 +16,8 @@ KERNELS = re.findall(r"__global__ void (\w+)\(", SOURCE.read_text())
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 SAYS = {
-    "race_without_warp_barrier": r"race: read of static __shared__|read of uninitialised shared memory",
-    "race_across_warps": r"race: read of static .* with no barrier between \(planted_bugs.cu:\d+\)|uninitialised",
+    "race_without_warp_barrier": r"race: read of static __shared__|read of uninitialized shared memory",
+    "race_across_warps": r"race: read of static .* with no barrier between \(planted_bugs.cu:\d+\)|uninitialized",
     "race_of_blocks": r"race: write of out\+0 by thread \d+, written by block \d+ thread \d+",
     "race_of_a_counter": r"race: read of out\+0",
     "race_of_write_after_read": r"race: write of static __shared__.*, read by block 0 thread \d+|race: read of static",
@@ -29,11 +29,11 @@ SAYS = {
     "write_to_read_only": r"write to the read-only buffer x\+0 \(planted_bugs.cu:\d+\)",
     "bounds_of_global": r"out of bounds: 4-byte write .* out\+\d+ \(planted_bugs.cu:\d+\)",
     "bounds_of_global_below": r"thread 0: out of bounds: 4-byte write .* out-4 ",
-    "bounds_of_shared": r"undefined behaviour: an index out of bounds \(.*planted_bugs.cu:\d+\)",
+    "bounds_of_shared": r"undefined behavior: an index out of bounds \(.*planted_bugs.cu:\d+\)",
     "bounds_of_dynamic": r"thread 63: out of bounds: 4-byte write .* dynamic __shared__\+256",
-    "uninitialised_shared": r"thread 7: read of uninitialised shared memory static __shared__",
-    "undefined_alignment": r"undefined behaviour: a misaligned or null pointer",
-    "undefined_shift": r"thread \d+: undefined behaviour: a shift out of bounds \(.*planted_bugs.cu:\d+\)",
+    "uninitialized_shared": r"thread 7: read of uninitialized shared memory static __shared__",
+    "undefined_alignment": r"undefined behavior: a misaligned or null pointer",
+    "undefined_shift": r"thread \d+: undefined behavior: a shift out of bounds \(.*planted_bugs.cu:\d+\)",
     "endless_loop": r"block 0: still running after its time limit",
     "endless_barriers": r"block 0: still running after its time limit",
 }

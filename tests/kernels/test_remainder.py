@@ -14,7 +14,7 @@ pytestmark = needs_executor
 F32, BF16 = torch.float32, torch.bfloat16
 KERNELS = [(name, gradient) for name in ("adam", "sgd") for gradient in (F32, BF16)]
 INF, NAN = float("inf"), float("nan")
-# Beyond the largest bfloat16 from 0x7f7f8000 on; between two neighbours at 0x...8000.
+# Beyond the largest bfloat16 from 0x7f7f8000 on; between two neighbors at 0x...8000.
 SPECIAL = [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x00000001, 0x00008000]
 SPECIAL += [0x007FFFFF, 0x00800000, 0x0000FFFF, 0x00007FFF, 0x00000000, 0x7F7F0000, 0x3F800000]
 

@@ -1,4 +1,4 @@
-"""float32 numbers by their bits, and the neighbours of a number in 16 bits."""
+"""float32 numbers by their bits, and the neighbors of a number in 16 bits."""
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ def every_high_half() -> torch.Tensor:
     return (high | torch.tensor(_LOW_HALVES, dtype=torch.int32)).flatten().view(torch.float32)
 
 
-def neighbours(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def neighbors(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the numbers of a 16-bit format next below and next above finite numbers, as f64[...]; equal if exact."""
     nearest = values.to(dtype)
     wide = nearest.double()

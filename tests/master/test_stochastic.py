@@ -12,18 +12,18 @@ from fmp.master import round_stochastically
 from tests.bits import same_bits
 from tests.host import NoHostSync
 from tests.master.battery import HALVES
-from tests.master.numbers import every_high_half, from_words, neighbours, words
+from tests.master.numbers import every_high_half, from_words, neighbors, words
 
 INF, NAN = float("inf"), float("nan")
 COUNT = 2**16
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_every_number_goes_to_a_neighbour_and_both_are_taken(dtype):
+def test_every_number_goes_to_a_neighbor_and_both_are_taken(dtype):
     full = every_high_half()
     full = full[full.abs() < torch.finfo(dtype).max]
     found = round_stochastically(full, dtype, seed=3)
-    below, above = neighbours(full, dtype)
+    below, above = neighbors(full, dtype)
     assert found.dtype == dtype
     assert ((found.double() == below) | (found.double() == above)).all()
     between = below != above
@@ -46,7 +46,7 @@ def test_bfloat16_goes_up_where_a_random_half_is_below_the_lost_half(values, see
 @pytest.mark.parametrize("base", [1.0, -1.0, 3.0 * 2.0**-20, 2.0**-30])
 def test_the_mean_is_the_number(dtype, fraction, base):
     start = torch.tensor([base]).to(dtype).float()
-    below, above = (end.item() for end in neighbours(torch.nextafter(start, torch.tensor([INF])), dtype))
+    below, above = (end.item() for end in neighbors(torch.nextafter(start, torch.tensor([INF])), dtype))
     value = torch.tensor(below + fraction * (above - below))
     chance = (value.double().item() - below) / (above - below)
     up = (round_stochastically(value.expand(COUNT), dtype, seed=11).double() == above).double().mean().item()

@@ -53,7 +53,7 @@ def test_every_number_of_a_format_is_judged_as_its_cast_is(source, target):
 
 
 @targets
-def test_ties_between_neighbours_and_what_is_next_to_them_round_as_in_the_cast(target):
+def test_ties_between_neighbors_and_what_is_next_to_them_round_as_in_the_cast(target):
     finite = all_numbers(target).float()
     finite = finite[finite.isfinite()].unique()
     ties = torch.cat([(finite[1:] / 2 + finite[:-1] / 2), torch.tensor([ROUNDS_DOWN_BELOW[target], 464.0])])

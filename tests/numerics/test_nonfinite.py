@@ -315,7 +315,7 @@ HEALTHY = {
         ),
         (4, 3, 8, 8),
     ),
-    "normalised": (
+    "normalized": (
         classify,
         lambda: nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Dropout(), nn.Linear(8, 2)),
         (4, 8),

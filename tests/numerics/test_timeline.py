@@ -89,7 +89,7 @@ def test_underflow_is_a_cell_for_each_leaf_and_step():
     np.testing.assert_allclose(cells.filled(-1.0), [[100 / 3, -1.0, 100 / 3]], rtol=1e-5)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["w"]
     assert figure.axes[0].get_title(loc="left") == "How much of each gradient is zero in f16"
-    assert "grey" in figure.axes[0].get_xlabel()
+    assert "gray" in figure.axes[0].get_xlabel()
 
 
 def test_many_steps_and_leaves_are_thinned_out(tmp_path):

@@ -145,7 +145,7 @@ def dtypes(values: list[torch.Tensor]) -> list[torch.dtype]:
 def check_alike(found: list[torch.Tensor], expected: list[torch.Tensor], low: Any) -> None:
     assert dtypes(found) == dtypes(expected)
     for one, other in zip(of_each_member(found, expected), expected, strict=True):
-        # A mapped product may sum in another order, and an intermediate may then round to a neighbour.
+        # A mapped product may sum in another order, and an intermediate may then round to a neighbor.
         torch.testing.assert_close(one, other, rtol=8 * torch.finfo(low).eps, atol=4 * torch.finfo(low).eps)
 
 

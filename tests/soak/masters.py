@@ -21,7 +21,7 @@ _FORMS = {
     ("remainder", "bf16"): (0.0, 0.0),
     ("kahan", "bf16"): (2.0**-16, 0.0),  # two numbers of 8 digits and the sign of the second
     ("kahan", "f16"): (2.0**-22, 2.0**-25),  # of 11 digits
-    ("stochastic", "bf16"): (2.0**-7, 0.0),  # either neighbour
+    ("stochastic", "bf16"): (2.0**-7, 0.0),  # either neighbor
     ("stochastic", "f16"): (2.0**-10, 2.0**-24),
     (False, "bf16"): (2.0**-8, 0.0),  # the nearer one
     (False, "f16"): (2.0**-11, 2.0**-25),

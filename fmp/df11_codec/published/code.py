@@ -46,7 +46,7 @@ def build_code(counts: npt.NDArray[np.int64]) -> Code:
     to 1, two of them, three, and so on; where counts tie, numpy's argpartition picks.
 
     The published encoder fails, or writes tables in which a walk need not end, where nothing stands before the end
-    symbol's place in them. There, and only there, this one exchanges the end symbol's code with its neighbour's, which
+    symbol's place in them. There, and only there, this one exchanges the end symbol's code with its neighbor's, which
     has the same length.
 
     Args:
@@ -142,7 +142,7 @@ def _prefix(leaf: Leaf) -> tuple[int, int]:
 
 
 def _end_exchanged(leaves: list[Leaf]) -> list[Leaf]:
-    # The end symbol is rarest and first, so its neighbour is always a leaf, the next one.
+    # The end symbol is rarest and first, so its neighbor is always a leaf, the next one.
     place = next(index for index, leaf in enumerate(leaves) if leaf[0] == _EOF)
     (_, length, code), (symbol, _, other) = leaves[place : place + 2]
     return [*leaves[:place], (symbol, length, code), (_EOF, length, other), *leaves[place + 2 :]]

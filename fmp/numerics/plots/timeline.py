@@ -68,8 +68,8 @@ def plot_scale(history: History) -> "Figure":
 def plot_underflow(history: History, *, zeros: bool = True, kind: str = "grad") -> "Figure":
     """Draws how much of each leaf underflows, step by step: a row for each leaf, from 0 to 100 %.
 
-    Steps that were skipped, in which nothing is known, are grey. With more than 400 steps, each cell is the mean of
-    some neighbours, and with more than 40 leaves, only some of them are named.
+    Steps that were skipped, in which nothing is known, are gray. With more than 400 steps, each cell is the mean of
+    some neighbors, and with more than 40 leaves, only some of them are named.
 
     Args:
         history: The history of one run, with `watch_gradients` in the optimizer, or parameters measured by `record`.
@@ -123,7 +123,7 @@ def plot_underflow(history: History, *, zeros: bool = True, kind: str = "grad") 
     form = " or ".join(sorted({form for found, _, form in history.leaves if found == kind}))
     title = f"How much of each {what} is zero in {form}" if zeros else f"How much of each nonzero {what} {form} loses"
     means = f", the mean of {width} a cell" if width > 1 else ""
-    unknown = "; grey: not measured, as it was skipped" if np.isnan(cells).any() else ""
+    unknown = "; gray: not measured, as it was skipped" if np.isnan(cells).any() else ""
     tidy(axes, title, xlabel=f"step{means}{unknown}", grid="")
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.04)
     bar.set_label("%", color=MUTED)
@@ -173,7 +173,7 @@ def _lost(columns: dict[str, npt.NDArray], kind: str, path: str, zeros: bool) ->
 
 
 def _means(values: npt.NDArray, width: int) -> npt.NDArray:
-    """Averages neighbouring columns, where they are known."""
+    """Averages neighboring columns, where they are known."""
     padding = np.full((len(values), -values.shape[1] % width), np.nan)
     grouped = np.concatenate([values, padding], axis=1).reshape(len(values), -1, width)
     known = np.isfinite(grouped)

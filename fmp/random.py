@@ -290,20 +290,25 @@ def _hash(seed: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Hashes indices, i32 or i64, under an i64 seed to words, uniform over all of i32."""
     # One word of the seed goes in before each round. Two seeds then share no sequence, not even a shifted one, and the
     # low word, in which seeds like 0, 1, 2 differ, meets an index that is mixed already.
-    low, high = seed.to(torch.int32), ((seed >> 32) + 1).to(torch.int32) * _GOLDEN
+    low, high = seed.to(torch.int32), (_shifted(seed, 32) + 1).to(torch.int32) * _GOLDEN
     if index.dtype == torch.int64:
-        low = low ^ ((index >> 32).to(torch.int32) * _GOLDEN)
+        low = low ^ (_shifted(index, 32).to(torch.int32) * _GOLDEN)
         index = index.to(torch.int32)
     return _mix(_mix(index ^ high) ^ low)
 
 
 def _mix(word: torch.Tensor) -> torch.Tensor:
     # A shift of signed numbers fills with the sign, so the mask takes off what an unsigned shift would not bring in.
-    word = word ^ (word >> 16 & 0xFFFF)
+    word = word ^ (_shifted(word, 16) & 0xFFFF)
     word = word * _FIRST
-    word = word ^ (word >> 15 & 0x1FFFF)
+    word = word ^ (_shifted(word, 15) & 0x1FFFF)
     word = word * _SECOND
-    return word ^ (word >> 16 & 0xFFFF)
+    return word ^ (_shifted(word, 16) & 0xFFFF)
+
+
+def _shifted(word: torch.Tensor, count: int) -> torch.Tensor:
+    # Not by `>>`: of a DTensor torch takes that as well, but shifts by nothing.
+    return torch.bitwise_right_shift(word, count)
 
 
 def _unsigned(word: torch.Tensor) -> torch.Tensor:

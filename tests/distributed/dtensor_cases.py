@@ -106,6 +106,16 @@ def rounding_by_chance() -> str:
     return message_of(lambda: fmp.master.split({"w": rows}, params, rest, form="stochastic", seed=3))
 
 
+def random_words() -> list[tuple[Tensor, Tensor]]:
+    """Words at indices that are shared out, and at the same ones together; i64 where they need it."""
+    found = []
+    for index in (torch.arange(7, dtype=torch.int32), torch.arange(7) + 2**33):
+        words = fmp.random.bits_at(2**40 + 5, distribute_tensor(index, mesh(), [Shard(0)]))
+        assert isinstance(words, DTensor)
+        found.append((words.full_tensor(), fmp.random.bits_at(2**40 + 5, index)))
+    return found
+
+
 def numbers() -> tuple[Tree, Tree]:
     """Parameters and updates; a rank has no rows of one of them."""
     generator = torch.Generator().manual_seed(0)

@@ -27,6 +27,13 @@ def test_rounding_by_chance_refuses_dtensors() -> None:
         assert message.startswith("TypeError: stochastic rounding does not know which rows of a DTensor are this")
 
 
+@pytest.mark.slow
+def test_random_words_are_those_of_the_whole_index() -> None:
+    for found in run(2, cases.random_words):
+        for parts, whole in found:
+            assert same_bits(parts, whole)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_measures_are_those_of_whole_tensors(size: int) -> None:
     for found in run(size, cases.measured):

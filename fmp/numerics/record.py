@@ -152,7 +152,7 @@ def record(step: Step, *, length: int = 1024, params: torch.dtype | str | None =
     Each step writes one row into a ring buffer: every scalar of its metrics (loss, loss scale, skipped, gradient norm;
     by loss or by group if there are several), and for each leaf what `watch_gradients` has measured, if that is part of
     the optimizer. It never waits for the device, and takes some tens of microseconds and as much again for each leaf,
-    about 2 % of a step of a small language model; so it may stay on, and tell after the fact what led to a failure.
+    at most 4 % of a step of a small language model; so it may stay on, and tell after the fact what led to a failure.
 
     The recording step is as pure as the step. Its state is one more tree: it is compiled, mapped by `torch.func.vmap`
     with a history for each member, saved by `fmp.checkpoint` with the state, and donated if the step donates its own.

@@ -60,7 +60,10 @@ class Layout:
       the rank's own.
     - Floating-point buffers are averaged, in float64. Others must come out equal on every rank.
     - Seeded random numbers in the loss are those of the rank's rows, see `fmp.random.part_of_batch`, and each number of
-      a master is rounded by its place in the whole tensor. So neither depends on the number of ranks.
+      a master is rounded by its place in the whole tensor. So neither depends on the number of ranks. Where
+      `microbatch_weight` lets parts differ in size, rows of one part may get the numbers of another's.
+
+    What the step takes besides, such as `frozen`, must be equal on every rank; nobody looks at it.
 
     The optimizer runs on DTensors, with two exceptions: one that has a one-pass form works on each entry by itself, so
     it gets this rank's rows as plain tensors (and a function that chooses its mask should not go by the sizes of a
@@ -214,7 +217,7 @@ class Layout:
             values: Any part of the state; all ranks must pass it.
 
         Returns:
-            The tree with whole plain tensors, on every rank.
+            The tree with whole plain tensors, on every rank; all of them copies, which no step overwrites.
 
         Raises:
             TypeError: If a DTensor lies in another way than a layout on this mesh puts it.
@@ -223,7 +226,12 @@ class Layout:
             if isinstance(leaf, DTensor):
                 check_placed(path, leaf, self.mesh)
         parts, wholes = self._opened(values)
-        return self._gathered(parts, wholes, [False] * len(tree.leaves(parts)))
+
+        # Else a donating step would overwrite some of what is returned, and leave the rest.
+        def copied(part: Any, whole: Whole | None) -> Any:
+            return part.clone() if whole is None and isinstance(part, Tensor) else part
+
+        return self._gathered(tree.map(copied, parts, wholes), wholes, [False] * len(tree.leaves(parts)))
 
     def offsets(self, wholes: Tree) -> Tree:
         """Says at which flat index of the whole tensor each part begins."""

@@ -32,12 +32,24 @@ class Number(NamedTuple):
 
 
 def of_rows(batch: Tree) -> Number:
-    """Counts the rows of a batch: the first dimension, if all tensors share it."""
-    sizes = {leaf.shape[0] for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
-    value = sizes.pop() if len(sizes) == 1 else None
+    """Numbers the rows of a batch: the first dimension of its tensors, or a checksum if they do not share one.
+
+    Example:
+        >>> of_rows((torch.zeros(5, 2), torch.zeros(5))).value
+        5
+        >>> of_rows(torch.tensor(1.0)).value is None
+        True
+    """
+    tensors = {path: leaf for path, leaf in tree.items(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    sizes = [leaf.shape[0] for leaf in tensors.values()]
+    is_shared = len(set(sizes)) <= 1
+    shown = str(sizes[0] if sizes else None)
+    if not is_shared:
+        shown = ", ".join([f"{size} of {path}" for path, size in zip(tensors, sizes, strict=True)])
+    value = zlib.crc32(shown.encode()) if not is_shared else sizes[0] if sizes else None
     return Number(
         value,
-        f"batch: the ranks have different numbers of rows, this one {value}, so the mean of their losses is not that "
+        f"batch: the ranks have different numbers of rows, this one {shown}, so the mean of their losses is not that "
         "of all rows; pad or leave out rows, or weight the ranks' parts by microbatch_weight, for example by their "
         "numbers of rows (not with zero=3)",
     )

@@ -81,6 +81,9 @@ def refusals() -> list[str]:
     def norm_in_loss(params: Tree, batch: Tree) -> Tensor:
         return fmp.global_norm(params) * batch[0].mean()
 
+    def beside(params: Tree, batch: Tree) -> Tensor:
+        return loss_fn(params, batch["xy"])
+
     step, state = step_of(whole)
     update = {"clip": optim.clip_by_global_norm(1.0), "adafactor": optim.adafactor(1e-2)}
     update |= {"lamb": optim.lamb(1e-2), "larc": optim.larc(1e-2)}
@@ -90,6 +93,7 @@ def refusals() -> list[str]:
         lambda: step(fmp.tree.replace(state, opt_state=step_of(place)[1].opt_state), batch),
         lambda: Layout(place.mesh, zero=3, blocks=["hidden", "typo*"]).place(params()),
         lambda: run(place, fmp.tree.map(lambda leaf: leaf[rank:], batch)),
+        lambda: run(place, {"xy": fmp.tree.map(lambda leaf: leaf[rank:], batch), "weights": torch.ones(9)}, beside),
         lambda: with_aux(torch.full((2 + rank, 2), float(rank))),
         lambda: with_aux(torch.ones((2, 3) if rank else (3, 2))),  # of as many bytes
         lambda: with_aux(torch.ones(4, dtype=torch.int32 if rank else torch.float32)),
@@ -104,6 +108,25 @@ def refusals() -> list[str]:
         lambda: run(in_blocks, batch, norm_in_loss),
     ]
     return [message_of(attempt) for attempt in attempts]
+
+
+def full_is_kept() -> list[tuple[Tree, Tree]]:
+    """What `full` returned, before and after a donating step that overwrites the parameters."""
+
+    def loss(params: Tree, x: Tensor) -> Tensor:
+        return params["w"].sum() * params["gain"] * x.mean()
+
+    found = []
+    for zero in (0, 1):
+        place = layout(zero)
+        assert place is not None
+        step = fmp.train_step(loss, optim.adamw(0.1, fused=True), layout=place, donate=True)
+        state = step.init({"w": torch.ones(4), "gain": torch.tensor(1.0)})
+        full = place.full(state.params)
+        before = fmp.tree.map(torch.clone, full)
+        step(state, torch.ones(2))
+        found.append((before, full))
+    return found
 
 
 def outside() -> str:

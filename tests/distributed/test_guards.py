@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tests.distributed import guard_cases as cases
+from tests.distributed.layout_cases import ROWS
 from tests.distributed.processes import run
 from tests.distributed.test_layout import assert_equal
 
+UNEQUAL = "ValueError: batch: the ranks have different numbers of rows"
 ROWS_OF = "is a LocalShard, of which other ranks have other rows: "
 
 
@@ -22,13 +24,14 @@ def test_float16_sums_scaled_gradients(size: float, loss_scale: float) -> None:
 
 
 def test_what_is_refused() -> None:
-    for messages in run(2, cases.refusals):
+    for rank, messages in enumerate(run(2, cases.refusals)):
         expected = [
             "TypeError: hidden/bias is a DTensor, but with zero=0 every rank has all of each tensor",
             "TypeError: hidden/bias is a DTensor, but with zero=0",
             "TypeError: /2/first_moment/hidden/bias is a DTensor, but with zero=0",
             "ValueError: the layout's blocks name ['typo*'], but no leaf matches; the paths are 'hidden/bias'",
-            "ValueError: batch: the ranks have different numbers of rows",
+            f"{UNEQUAL}, this one {ROWS // 2 - rank}, so the mean",
+            f"{UNEQUAL}, this one 9 of weights, {ROWS // 2 - rank} of xy/0",
             "ValueError: aux: aux has different shapes or dtypes on the ranks, this one's is f32[",
             "ValueError: aux: aux has different shapes or dtypes on the ranks, this one's is f32[",
             "ValueError: aux: aux has different shapes or dtypes on the ranks",
@@ -45,6 +48,12 @@ def test_what_is_refused() -> None:
         assert len(messages) == len(expected)
         for message, beginning in zip(messages, expected, strict=True):
             assert message.startswith(beginning), message
+
+
+def test_no_step_overwrites_what_was_gathered() -> None:
+    for found in run(2, cases.full_is_kept):
+        for before, after in found:
+            assert_equal(before, after)
 
 
 def test_a_process_outside_of_the_mesh_is_told_so() -> None:

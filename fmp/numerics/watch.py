@@ -1,5 +1,6 @@
 """watch_gradients: a part of an optimizer that leaves gradients as they are, and measures them leaf by leaf."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: Scale = 
     `fmp.train_step` comes before the optimizer; `fmp.optim.clip_by_global_norm` can stand behind). Gradients that
     were computed in float16 have lost what they lose on the way: these come as zeros, and `underflow` says what more
     would be lost without the loss scale. Gradients from bfloat16 or float32 have not, and `underflow` foretells what
-    float16 would lose of them at any scale. A chain has no one-pass form, so an optimizer with `fused=True` takes its
-    usual form in one.
+    float16 would lose of them at any scale. An optimizer right behind watchers keeps its one-pass form, such as that of
+    adamw with `fused=True`; behind anything else it takes its usual form.
 
     Args:
         dtype: The format: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32, or a name of one.
@@ -109,7 +110,7 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: Scale = 
         return WatchState(zero_count(params), tree.map(unknown, params), target.dtype, scale)
 
     @_compat.compiled_on_its_own
-    def update(grads: Tree, state: WatchState, params: Tree) -> tuple[Tree, WatchState]:
+    def observe(grads: Tree, state: WatchState, read: Callable[[Any], Any]) -> WatchState:
         if (state.dtype, state.scale) != (target.dtype, scale):
             raise ValueError(
                 f"the state is that of watch_gradients({state.dtype}, scale={state.scale:g}), and this one measures by "
@@ -121,11 +122,15 @@ def watch_gradients(dtype: torch.dtype | str = torch.float16, *, scale: Scale = 
         kept = spec.flatten_up_to(state.measured)
         check_trainable(grads, leaves, leaves)
         measured = [
-            old if grad is None else measure(grad, target, scale) for grad, old in zip(leaves, kept, strict=True)
+            old if grad is None else measure(read(grad), target, scale) for grad, old in zip(leaves, kept, strict=True)
         ]
-        return grads, tree.replace(state, count=state.count + 1, measured=tree.unflatten(spec, measured))
+        return tree.replace(state, count=state.count + 1, measured=tree.unflatten(spec, measured))
 
-    return GradientTransformation(init, update)
+    @_compat.compiled_on_its_own
+    def update(grads: Tree, state: WatchState, params: Tree) -> tuple[Tree, WatchState]:
+        return grads, observe(grads, state, lambda grad: grad)
+
+    return GradientTransformation(init, update, observe=observe)
 
 
 def measure(leaf: torch.Tensor, target: Format, scale: float = 1.0) -> torch.Tensor:

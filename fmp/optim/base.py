@@ -20,14 +20,16 @@ ScalarOrSchedule = Scalar | Schedule
 class GradientTransformation(NamedTuple):
     """An optimizer, or a part of one: a pair of pure functions, and optionally a one-pass form of them.
 
+    A part of a `chain` that only looks at gradients says so by `observe`; the optimizer behind it keeps its one-pass
+    form.
+
     Attributes:
         init: `init(params) -> state`. The state is a pytree of tensors, in float32 or wider.
         update: `update(grads, state, params) -> (updates, state)`. Gradients are unscaled, `params` are the masters,
             and updates are meant to be *added*, by `apply_updates`. A leaf whose gradient is None has the update None
             and keeps its state.
         fused: `fused(grads, state, params, **keywords) -> (params, low, state)`, or None. It computes, in one pass over
-            memory and up to rounding, what `update` and `apply_updates` compute. An optimizer has it only if it updates
-            each entry by itself, since a layout hands over parts of leaves. Each keyword may be left out:
+            memory and up to rounding, what `update` and `apply_updates` compute. Each keyword may be left out:
 
             - `inv_scale`: the gradients are multiplied by it first; a number or f32[].
             - `clip`: they are multiplied by it next; a number or f32[].
@@ -42,11 +44,19 @@ class GradientTransformation(NamedTuple):
               `fmp.master.split` returns, on the way in and on the way out, and what is updated is
               `fmp.master.merge(params, low, form=form)`. It excludes `cast_dtype`.
             - `seed`: i64[], what `fmp.master.split` draws by in a form that rounds by chance.
+        observe: `observe(grads, state, read) -> state`, or None. It is for an `update` that returns the gradients as
+            they came, and is the rest of it: the new state, by gradients alone. Where gradients are still to be
+            unscaled and clipped, `read(grad)` is what `update` would be given for a leaf, and None for None. It may
+            be a copy in float32, so let go of one before you read the next.
+        entrywise: Whether `fused` updates each entry by itself, so that it may be given parts of leaves, as a layout
+            with zero=1 or 3 has them. If not, `update` takes its place there.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     fused: Callable[..., tuple[Tree, Tree, Tree]] | None = None
+    observe: Callable[[Tree, Tree, Callable[[Any], Any]], Tree] | None = None
+    entrywise: bool = True
 
 
 def check_transformation(name: str, value: Any) -> None:

@@ -171,6 +171,31 @@ def run_fused(
     )
 
 
+def reader(inv_scale: torch.Tensor | float | None, clip: torch.Tensor | float | None) -> Callable[[Any], Any]:
+    """Makes the `read` that the `observe` of a `fmp.optim.GradientTransformation` takes.
+
+    Args:
+        inv_scale: What gradients are multiplied by first; None for 1.
+        clip: What they are multiplied by then; None for 1.
+
+    Raises:
+        TypeError: If one of them is neither a number nor a tensor, or is complex.
+        ValueError: If it is a tensor with dimensions.
+
+    Example:
+        >>> reader(0.5, None)(torch.tensor([2.0], dtype=torch.float16)), reader(None, None)(None)
+        (tensor([1.]), None)
+    """
+    _check_factors(inv_scale, clip)
+
+    def read(grad: Any) -> Any:
+        for factor in (inv_scale, clip):
+            grad = grad if factor is None else _product(grad, factor)
+        return grad
+
+    return read
+
+
 def select_rest(finite: torch.Tensor, new: Tree, old: Tree, *, chosen: Tree) -> Tree:
     """Selects as `fmp.tree.select` does, but for leaves of `new` in which a one-pass form has chosen already.
 
@@ -242,12 +267,16 @@ def _checked(request: Request, cast_dtype: torch.dtype | None) -> Request:
         random.as_seed(request.seed)
         if request.form is None:
             raise ValueError("only parameters in a form draw by a seed; pass form, or leave seed out")
-    for name, factor in (("inv_scale", request.inv_scale), ("clip", request.clip)):
-        if factor is not None:
-            checks.number(name, factor)
+    _check_factors(request.inv_scale, request.clip)
     if request.finite is not None:
         tree.check_flag("finite", request.finite)
     return request
+
+
+def _check_factors(inv_scale: torch.Tensor | float | None, clip: torch.Tensor | float | None) -> None:
+    for name, factor in (("inv_scale", inv_scale), ("clip", clip)):
+        if factor is not None:
+            checks.number(name, factor)
 
 
 def _cast_as(low: Tree, params: Tree) -> Tree:
@@ -258,10 +287,11 @@ def _cast_as(low: Tree, params: Tree) -> Tree:
 
 
 def _scaled(grads: Tree, factor: torch.Tensor | float) -> Tree:
-    def scale(grad: Any) -> Any:
-        if not isinstance(grad, torch.Tensor):
-            return grad
-        wide = grad.to(full_precision(grad.dtype))
-        return wide * in_dtype(factor, wide.dtype)
+    return tree.map(lambda grad: _product(grad, factor), grads)
 
-    return tree.map(scale, grads)
+
+def _product(grad: Any, factor: torch.Tensor | float) -> Any:
+    if not isinstance(grad, torch.Tensor):
+        return grad
+    wide = grad.to(full_precision(grad.dtype))
+    return wide * in_dtype(factor, wide.dtype)

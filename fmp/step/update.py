@@ -54,7 +54,7 @@ def update(task: Task, held: Held) -> Group:
         held: `group`, the `Group` before, and `grads`, its `Gradients`, still scaled only if the optimizer has a
             one-pass form. Each old leaf is let go as soon as its new one exists, unless it may be kept.
     """
-    if task.optimizer.fused is not None:
+    if task.optimizer.fused is not None and (task.optimizer.entrywise or not _has_parts(task)):
         return _in_one_pass(task, task.optimizer.fused, held)
     config, form = task.config, task.config.master_form
     group, grads = held.take("group"), held.take("grads").values
@@ -72,6 +72,11 @@ def update(task: Task, held: Held) -> Group:
     params, masters = master.split(full, params, masters, form=form, seed=task.noise, offsets=_offsets(task))
     new = Group(params, masters, opt_state, _averaged(config, ema, full))
     return new if task.good is None or old is None else tree.select(task.good, new, old)
+
+
+def _has_parts(task: Task) -> bool:
+    """Says whether other processes have the rest of some leaves of the group."""
+    return any(whole is not None for whole in tree.leaves(task.wholes))
 
 
 def _in_one_pass(task: Task, fused: Callable[..., tuple[Tree, Tree, Tree]], held: Held) -> Group:

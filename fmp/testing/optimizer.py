@@ -21,7 +21,7 @@ from fmp.testing.update_function import (
     update_is_differentiable,
     update_is_pure,
 )
-from fmp.testing.update_fused import fused_means_update
+from fmp.testing.update_fused import fused_means_update, observe_means_update
 from fmp.testing.update_values import (
     empty_trees_work,
     half_precision_changes_no_update,
@@ -107,4 +107,5 @@ LAWS: tuple[Callable[[Case], None], ...] = (
     state_travels,
     skipped_step_leaves_the_state,
     fused_means_update,
+    observe_means_update,
 )

@@ -1,4 +1,4 @@
-"""The law of an optimizer's one-pass form: what it returns, what it keeps on a skip, what it may overwrite."""
+"""The laws of an optimizer's one-pass form, what it returns, keeps and overwrites, and of a part that only looks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from fmp import master, tree
 from fmp.dtypes import full_precision, is_castable, short_name
 from fmp.optim import apply_updates
+from fmp.optim.fused import reader
 from fmp.testing.bits import assert_close, assert_same_bits, assert_same_kind, snapshot
 from fmp.testing.optimizer_case import Case
 
@@ -57,6 +58,24 @@ def fused_means_update(case: Case) -> None:
             _keeps_casts(fused, before, donate, what)
             for form in [form for form in master.FORMS if dtype in master.FORMS[form].dtypes]:
                 _means_it_in_form(fused, before, donate, form, f"in the form {form!r} {what}")
+
+
+def observe_means_update(case: Case) -> None:
+    """A part with `observe` passes gradients on, and observe gives the state that update gives, of unread ones too."""
+    observe = case.tx.observe
+    if observe is None:
+        return
+    for dtype in case.dtypes:
+        params = case.params(dtype)
+        state, grads = case.advanced(params), case.grads(params, torch.float32)
+        passed, expected = case.tx.update(grads, state, params)
+        name = short_name(dtype)
+        assert_same_bits(passed, grads, f"what update makes of a gradient, with observe, for {name} parameters")
+        doubled = tree.map(lambda grad: None if grad is None else grad * 2.0, grads)
+        before = snapshot((doubled, state))
+        found = observe(doubled, state, reader(0.5, None))
+        assert_same_bits((doubled, state), before, f"what observe was given for {name} parameters")
+        assert_same_bits(found, expected, f"the state of observe, of doubled gradients, for {name} parameters")
 
 
 def _keeps_casts(fused: Callable[..., Any], before: Tree, donate: bool, what: str) -> None:

@@ -13,6 +13,7 @@ import fmp
 from fmp import optim, reductions, tree
 from fmp.kernels import multi_tensor, trials, trust
 from fmp.kernels.multi_tensor import Measured
+from fmp.numerics import watch_gradients
 from tests.bits import differing, same_bits
 from tests.kernels.harness import needs_executor
 from tests.kernels.on_executor import exact_root, kernels_on_cpu
@@ -55,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "one optimizer without a pass": {**O2, "optimizer": {**TWO, "head": optim.lion(0.01)}, "clip_norm": 0.1},
     "remainder": {"policy": fmp.Policy.parse("params=bf16,compute=bf16,output=f32,master=remainder"), "clip_norm": 0.1},
+    "watched": {**O2, "optimizer": optim.chain(watch_gradients(), optim.adamw(0.01)), "clip_norm": 0.1},
 }
 
 
@@ -117,6 +119,17 @@ def test_a_step_is_four_launches() -> None:
     assert names == [*measured, "adam_f16_f16", "sgd_f16_f16", "adjust"]
 
 
+def test_a_watched_step_launches_the_same_and_sees_what_the_usual_form_sees() -> None:
+    step, optimizer = step_of("watched"), CASES["watched"]["optimizer"]
+    with kernels_on_cpu() as names:
+        found = run(step, BATCHES)
+    assert names[:4] == ["scale_f16_f32", "finish", "adam_f16_f16", "adjust"]
+    with without_kernels():
+        expected = run(step_of("watched", optimizer=optimizer._replace(fused=None)), BATCHES)
+    for one, other in zip(found, expected, strict=True):
+        assert same_bits(one, other), differing(one, other)
+
+
 def test_gradients_are_neither_widened_nor_split_from_their_masters(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a pass over the gradients or the parameters")
@@ -152,7 +165,7 @@ def test_a_scale_that_is_no_power_of_two_moves_a_gradient_by_one_unit_in_the_las
     "options",
     [
         {"policy": fmp.Policy.parse("params=f32,compute=f64,output=f32")},
-        {"optimizer": optim.chain(optim.sgd(0.1))},
+        {"optimizer": optim.chain(optim.clip_by_value(1.0), optim.sgd(0.1))},
         {"losses": lambda params, batch: (params["body"]["w"].half() ** 2).mean(), "loss_scale": 2.0**20},
         {"accumulate": 2},
     ],

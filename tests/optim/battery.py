@@ -8,6 +8,7 @@ import torch
 
 from fmp import optim, tree
 from fmp.dtypes import is_castable
+from fmp.numerics import watch_gradients
 from fmp.optim import schedules
 
 Tree = Any
@@ -62,6 +63,7 @@ ROWS = [
     Row("schedule", lambda: optim.adam(schedules.linear(0.2, 0.1, transition_steps=5))),
     Row("clip", lambda: optim.clip_by_global_norm(0.5)),
     Row("chain", lambda: optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.1)), decays=True),
+    Row("watch", lambda: optim.chain(watch_gradients(), optim.adamw(0.1, fused=True)), decays=True),
     Row("freeze", lambda: optim.chain(optim.freeze(["layer"]), optim.adam(0.1))),
     Row(
         "partition",

@@ -202,3 +202,32 @@ def never_unscales():
 
 def takes_what_is_not_given():
     return with_fused(lambda fused, *args: fused(*args[:3], **{**args[3], "donate": True}))
+
+
+def looking(update=None, observe=None):
+    """Makes a part that counts zeros, and differs from a good one in one function."""
+
+    def zeros(grads, state, read):
+        found = [(read(grad) == 0.0).sum() for grad in tree.leaves(grads) if grad is not None]
+        return torch.stack([state, *found]).sum().to(state.dtype)
+
+    def look(grads, state, params):
+        return grads, zeros(grads, state, lambda grad: grad)
+
+    return optim.GradientTransformation(
+        lambda params: torch.zeros((), dtype=torch.int32), update or look, observe=observe or zeros
+    )
+
+
+def does_more_than_look():
+    return looking(update=lambda grads, state, params: (each(lambda leaf: leaf * 0.5)(grads), state))
+
+
+def does_not_read():
+    """Counts what is large, in gradients that are still scaled."""
+
+    def large(grads, state):
+        found = [(grad.abs() > 0.5).sum() for grad in tree.leaves(grads) if grad is not None]
+        return torch.stack([state, *found]).sum().to(state.dtype)
+
+    return looking(lambda grads, state, params: (grads, large(grads, state)), lambda g, state, read: large(g, state))

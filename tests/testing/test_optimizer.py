@@ -12,12 +12,15 @@ from tests.testing.broken_optimizers import (
     always_half,
     counting,
     cut_off,
+    does_more_than_look,
+    does_not_read,
     forgetful,
     half_gradients,
     half_steps,
     host_bound,
     in_place,
     in_place_on_half,
+    looking,
     moments_as_parameters,
     narrow_moments,
     narrow_updates,
@@ -92,6 +95,8 @@ BROKEN = [
     ("fused_means_update", never_skips, "of the result of a skipped fused with donate=False for"),
     ("fused_means_update", never_unscales, "of the result of fused with donate=False for"),
     ("fused_means_update", takes_what_is_not_given, "of what fused was given with donate=False for"),
+    ("observe_means_update", does_more_than_look, "of what update makes of a gradient, with observe, for f16 param"),
+    ("observe_means_update", does_not_read, "the state of observe, of doubled gradients, for f16 parameters is"),
 ]
 
 
@@ -133,6 +138,10 @@ def test_every_invariant_has_a_broken_optimizer():
 )
 def test_fmps_one_pass_forms_pass(tx):
     check_optimizer(tx, compile=False, examples=5)
+
+
+def test_a_part_that_only_looks_passes():
+    check_optimizer(looking(), compile=False, examples=5)
 
 
 @pytest.mark.parametrize("index", [pytest.param(i, id=row.name, marks=MIXED[row.mixes]) for i, row in SAMPLE])

@@ -60,6 +60,7 @@ def save(state: Tree, path: str | os.PathLike[str]) -> None:
         TypeError: If a leaf is of another type, or is a tensor without plain dense memory; or if `path` is no path.
         ValueError: If two leaves have the same path, a path is not valid Unicode, or a tensor is on the meta device.
         RuntimeError: Inside `torch.func.vmap`, `grad` or another transform, where tensors may have no memory to read.
+        DonatedStateError: If the state was given to a donating step.
         OSError: If the file cannot be written, or `path` is something else than a file, such as a pipe.
 
     Example:
@@ -118,6 +119,7 @@ def load(like: Tree, path: str | os.PathLike[str]) -> Tree:
         CheckpointError: If the file is no checkpoint, is incomplete or damaged, or does not fit `like`; the message
             names what does not fit, leaf by leaf.
         TypeError: If `like` has leaves that no checkpoint can hold, or `path` is no path.
+        DonatedStateError: If `like` was given to a donating step.
         OSError: If the file cannot be opened.
 
     Example:

@@ -14,6 +14,7 @@ import optree
 import torch
 
 from fmp import files
+from fmp.donation import check_owned
 from fmp.dtypes import parse_dtype, short_name
 from fmp.encoding import decode, encode, fits, is_opaque
 from fmp.errors import CheckpointError
@@ -59,6 +60,7 @@ def outline(state: Tree, tensor_types: tuple[type, ...] = (torch.Tensor, torch.n
     Raises:
         TypeError: If a leaf is of another type, or is a tensor without plain dense memory.
         ValueError: If two leaves have the same path, or a path is not valid Unicode.
+        DonatedStateError: If a state in it was given to a donating step.
 
     Example:
         >>> outline({"w": torch.ones(3), "epoch": 2})["w"]
@@ -197,6 +199,7 @@ def _entry(path: str, value: Any, tensor_types: tuple[type, ...]) -> Entry:
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if value is None or type(value) in (bool, int, float, str):
         return {"value": encode(value)}
+    check_owned(value, path or "this state")
     raise TypeError(
         f"{named(path)} is a {type(value).__name__}; a checkpoint holds tensors, None, bool, int, float and str, "
         "so convert it, for example with torch.as_tensor"

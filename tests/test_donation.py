@@ -9,8 +9,9 @@ import torch
 
 import fmp
 from fmp import tree
+from fmp.distributed import Checkpoints
+from fmp.donation import give_away
 from fmp.errors import DonatedStateError
-from fmp.step.donation import give_away
 from tests.bits import same_bits
 
 
@@ -61,6 +62,27 @@ def test_every_attribute_of_a_donated_state_raises(name):
 def test_every_use_of_a_donated_state_raises(use):
     with pytest.raises(DonatedStateError):
         use(donated_state())
+
+
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"run": [3, state]}])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda state, folder: fmp.checkpoint.save(state, folder / "state"),
+        lambda state, folder: fmp.checkpoint.load(state, folder / "saved"),
+        lambda state, folder: Checkpoints(folder).save(state, 1),
+        lambda state, folder: Checkpoints(folder).save_async(state, 1),
+        lambda state, folder: Checkpoints(folder).load(state),
+    ],
+)
+def test_no_checkpoint_takes_a_donated_state(tmp_path, use, wrap):
+    fmp.checkpoint.save({"w": 1}, tmp_path / "saved")
+    Checkpoints(tmp_path).save({"w": 1}, 0)
+    state = wrap(donated_state())
+    name = "run/1" if isinstance(state, dict) else "this state"
+    with pytest.raises(DonatedStateError, match=f"^{name} was already given to a donating step; use the state that"):
+        use(state, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001-step-0", "saved"]
 
 
 def test_a_donated_state_can_be_printed():

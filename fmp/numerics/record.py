@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fmp import _compat, tree
+from fmp.donation import check_owned, give_away
 from fmp.dtypes import is_castable, short_name
 from fmp.numerics.columns import Leaf, Path, as_scalar, at, check_names, flat, is_whole, scalars, value_of
 from fmp.numerics.formats import number_format
@@ -13,7 +14,6 @@ from fmp.numerics.history import History, with_row
 from fmp.numerics.trial import Step, Tree, expected_metrics, metrics_of
 from fmp.numerics.watch import MEASURES, WatchState, measure
 from fmp.step import TrainState, TrainStep
-from fmp.step.donation import check_owned, give_away
 from fmp.tree.wholes import check_whole
 
 _ANEW = "start a new history with recorded.init(state)"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fmp import _compat, tree
+from fmp.donation import check_owned, give_away
 from fmp.dtypes import casts_itself
 from fmp.optim import GradientTransformation
 from fmp.optim.base import check_transformation
@@ -20,7 +21,6 @@ from fmp.scaling import LossScale, NoOpLossScale, loss_scale as parse_loss_scale
 from fmp.step import arguments, initial
 from fmp.step.advance import advance
 from fmp.step.config import ONLY, StepConfig
-from fmp.step.donation import check_owned, give_away
 from fmp.step.loss import Loss, LossFn
 from fmp.step.state import Metrics, TrainState
 

@@ -20,10 +20,10 @@ class _Donated:
         return "<a state that was given to a donating step>"
 
 
-def check_owned(state: Any) -> None:
-    """Raises a `DonatedStateError` if a state was given away before."""
+def check_owned(state: Any, name: str = "this state") -> None:
+    """Raises a `DonatedStateError`, which calls the state by its name, if it was given away before."""
     if isinstance(state, _Donated):
-        raise DonatedStateError("this state was already given to a donating step; use the state that the step returned")
+        raise DonatedStateError(f"{name} was already given to a donating step; use the state that the step returned")
 
 
 def give_away(state: T) -> T:

@@ -62,7 +62,7 @@ class Checkpoints:
         folder: Where the checkpoints are. It must be on a file system that all ranks share. The first save creates it.
             A relative path starts at the folder in which the process is when this object is made.
         keep: How many to keep, the latest ones saved; None keeps all. Older ones are removed when a new one is
-            complete.
+            complete. One with a damaged manifest, or a file that is missing or cut, does not count.
 
     Raises:
         ValueError: If `keep` is not a positive number.
@@ -105,6 +105,7 @@ class Checkpoints:
             ValueError: If `step` is negative, two leaves have the same path, or a tensor has no values to save: it is
                 on the meta device, a `Partial` sum, or shared out over a mesh whose ranks do not ascend.
             RuntimeError: Inside `torch.func.vmap`, `grad` or another transform.
+            DonatedStateError: If the state was given to a donating step.
         """
         with turns_of(self._session.folder).lock:
             self._begin(state, step, copy=False)()
@@ -121,7 +122,8 @@ class Checkpoints:
             before the process group is destroyed.
 
         Raises:
-            CheckpointError, TypeError, ValueError, RuntimeError: As `save` does, for what is found before writing.
+            CheckpointError, TypeError, ValueError, RuntimeError, DonatedStateError: As `save` does, for what is found
+                before writing.
         """
         turns = turns_of(self._session.folder)
         with turns.lock:
@@ -131,13 +133,15 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, in the order they were saved in.
 
-        It looks at the folder only, and any process may call it at any time.
+        It looks at the folder and the manifests only, and any process may call it at any time. A checkpoint that was
+        damaged later is among them, and `load` says what is wrong with it. One whose folder was renamed to another
+        step is not.
         """
         return places.steps(self._session.folder)
 
     def latest(self) -> int | None:
         """Returns the step of the complete checkpoint that was saved last, or None if there is none."""
-        return next(reversed(self.steps()), None)
+        return places.latest(self._session.folder)
 
     def load(self, like: Tree, step: int | None = None) -> Tree:
         """Reads a state tree back, after every file of the checkpoint has been checked.
@@ -147,7 +151,8 @@ class Checkpoints:
                 Its tensors give the restored ones their device, strides and placement, and need not be placed as those
                 that were saved. Plain ones on the meta device are restored on the host, distributed ones on the device
                 of their mesh. Its values do not matter.
-            step: Which one to load, by default the one saved last.
+            step: Which one to load, by default the one saved last. If that is damaged, no other is loaded in its place;
+                pass the step before.
 
         Returns:
             A tree of the same structure as `like`, with the saved tensors, bit for bit and without `requires_grad`, and
@@ -160,6 +165,7 @@ class Checkpoints:
                 ask for different steps.
             TypeError: If `like` has leaves that no checkpoint can hold, or `step` is not an int.
             ValueError: If a tensor of `like` is placed as `save` would not take it.
+            DonatedStateError: If `like` was given to a donating step.
         """
         turns = turns_of(self._session.folder)
         with turns.lock:
@@ -177,8 +183,6 @@ class Checkpoints:
             _check_no_shards(like)
             wanted = outline(like, storage.TENSOR_TYPES)
             found = manifest.read(path)
-            if (place := places.parse(path)) is None or place.step != found.step:
-                raise CheckpointError(f"its manifest is that of step {found.step}, so it was renamed")
             check_fits(found.entries, wanted)
             tensors = {name: _named_errors(name, storage.empty_like, leaf) for name, leaf in _tensors(like)}
             # Each rank reads its share of the files.

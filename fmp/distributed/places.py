@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from fmp.distributed import manifest, storage
@@ -33,6 +33,23 @@ class Place:
         """Says whether the checkpoint was written to its end."""
         return manifest.is_complete(self.path)
 
+    def saved_step(self) -> int:
+        """Says at which step the checkpoint was saved; another one than its name says if the folder was renamed."""
+        try:
+            return manifest.read_label(self.path)[0]
+        except (CheckpointError, OSError):
+            return self.step  # nobody knows better; whoever loads it hears what is wrong
+
+    def looks_whole(self) -> bool:
+        """Says whether the manifest is that of the step, and each file is there with its size; no file is read."""
+        try:
+            step, stamps = manifest.read_label(self.path)
+            for name, stamp in stamps.items():
+                manifest.check_size(self.path, name, stamp)
+        except (CheckpointError, OSError):
+            return False
+        return step == self.step
+
 
 def parse(path: Path) -> Place | None:
     """Reads the name of a folder; None if it is not that of a checkpoint.
@@ -53,15 +70,20 @@ def begun(folder: Path) -> list[Place]:
     return sorted(found, key=lambda place: place.serial)
 
 
-def complete(folder: Path) -> list[Place]:
-    """Lists the complete checkpoints, in the order they were saved in."""
-    return [place for place in begun(folder) if place.is_complete()]
+def complete(folder: Path) -> Iterator[Place]:
+    """Iterates over the complete checkpoints, those saved last first, and leaves out folders that were renamed."""
+    return (place for place in reversed(begun(folder)) if place.is_complete() and place.saved_step() == place.step)
 
 
 def steps(folder: Path) -> list[int]:
     """Lists the steps of the complete checkpoints; one that was saved twice counts as saved the second time."""
-    latest_first = dict.fromkeys(place.step for place in reversed(complete(folder)))
+    latest_first = dict.fromkeys(place.step for place in complete(folder))
     return [*reversed(latest_first)]
+
+
+def latest(folder: Path) -> int | None:
+    """Returns the step of the complete checkpoint that was saved last, or None if there is none."""
+    return next((place.step for place in complete(folder)), None)
 
 
 def next_name(folder: Path, step: int, written: Set[str]) -> str:
@@ -97,27 +119,40 @@ def unmark(path: Path) -> None:
 def remove_old(folder: Path, keep: int | None) -> None:
     """Removes all complete checkpoints but the last ones, one for each step.
 
-    Of one that is a symbolic link, only the link. What cannot be removed is logged, and tried again by the next save.
+    Those that are visibly damaged do not count, and stay for as long as they are younger than the oldest one that does.
+    Folders that were renamed neither count nor go. Of a symbolic link only the link is removed. What cannot be removed
+    is logged, and tried again by the next save.
 
     Args:
         folder: Where they are.
         keep: How many to leave, at least 1, or None for all.
     """
-    found = complete(folder)
-    by_step = {place.step: place for place in found}  # the last one saved of each
-    kept = sorted(by_step.values(), key=lambda place: place.serial)[-(keep or len(found)) :]
-    for place in found:
-        if place not in kept:
-            try:
-                if place.path.is_symlink():
-                    place.path.unlink()
-                    continue
-                # From here on it is no checkpoint any more, but one half removed.
-                os.replace(place.path / manifest.NAME, place.path / _MARK)
-            except OSError as error:
-                _log.warning("the old checkpoint %s could not be removed: %s", place.path, error)
-                continue
-            _remove(place.path)
+    found = [place for place in begun(folder) if place.is_complete()]
+    if len({place.step for place in found}) == len(found) <= (keep or len(found)):
+        return  # before any manifest is read
+    kept: set[int] = set()
+    old: list[Place] = []
+    for place in reversed(found):
+        if place.step in kept or len(kept) == keep:
+            old.append(place)
+        elif place.looks_whole():
+            kept.add(place.step)
+    for place in reversed(old):
+        if place.saved_step() == place.step:
+            _remove_complete(place.path)
+
+
+def _remove_complete(path: Path) -> None:
+    try:
+        if path.is_symlink():
+            path.unlink()
+            return
+        # From here on it is no checkpoint any more, but one half removed.
+        os.replace(path / manifest.NAME, path / _MARK)
+    except OSError as error:
+        _log.warning("the old checkpoint %s could not be removed: %s", path, error)
+        return
+    _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -144,13 +179,16 @@ def find(folder: Path, step: int | None) -> Place:
     Raises:
         CheckpointError: If there is none; the message says what is there instead.
     """
-    found = complete(folder)
-    for place in reversed(found):
+    for place in complete(folder):
         if step is None or place.step == step:
             return place
     notes = ["no checkpoint" if step is None else f"no checkpoint of step {step}"]
-    if found:
-        notes.append(f"the complete ones are those of the steps {steps(folder)}")
+    if found := steps(folder):
+        notes.append(f"the complete ones are those of the steps {found}")
+    for place in begun(folder):
+        if place.is_complete() and (saved := place.saved_step()) != place.step:
+            name = f"{place.serial:06d}-step-{saved}"
+            notes.append(f"{place.path.name} holds step {saved}, so it was renamed; call it {name} to load it")
     if half := [place.path.name for place in begun(folder) if not place.is_complete()]:
         notes.append(f"never completed, or not written by fmp, are {half}")
     if (folder / storage.INDEX).is_file():

@@ -303,7 +303,7 @@ def reseal(folder: Path, change: Callable[[Any], None]) -> None:
         (lambda m: m.update(version=2), "the format 'fmp.distributed', version 2; this fmp reads version 1"),
         (lambda m: m.update(format="other"), "the format 'other', version 1"),
         (lambda m: m.pop("format"), "fmp_manifest is not one that fmp writes: 'format'"),
-        (lambda m: m.update(step=7), "its manifest is that of step 7, so it was renamed"),
+        (lambda m: m.update(step=7), "000001-step-0 holds step 7, so it was renamed; call it 000001-step-7 to load it"),
         (lambda m: m.update(step="0"), "fmp_manifest is not one that fmp writes: the step is '0'"),
         (
             lambda m: m.update(entries={"": 3}),

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from fmp.distributed import Checkpoints, manifest, places, storage
+from fmp.errors import CheckpointError
 from tests.bits import same_bits
 from tests.distributed.checkpoint_cases import error_of
 
@@ -174,6 +176,77 @@ def test_an_old_checkpoint_that_cannot_be_removed(tmp_path: Path, caplog: pytest
         assert "fmp_unfinished" in names(old)
     checkpoints.save(state(3), 3)
     assert names(tmp_path) == ["000003-step-3"]
+
+
+@pytest.mark.parametrize("keep", [2, 3, None])
+def test_a_renamed_folder_is_no_checkpoint_of_that_step(tmp_path: Path, keep: int | None) -> None:
+    checkpoints = Checkpoints(tmp_path, keep)
+    for step in (1, 2, 3):
+        checkpoints.save(state(step), step)
+    shutil.move(tmp_path / "000003-step-3", tmp_path / "000009-step-77")
+    assert checkpoints.latest() == 2
+    assert checkpoints.steps() == ([2] if keep == 2 else [1, 2])
+    assert same_bits(checkpoints.load(state()), state(2))
+    message = "000009-step-77 holds step 3, so it was renamed; call it 000009-step-3 to load it"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(state(), 77)
+
+    checkpoints.save(state(10), 10)
+    assert checkpoints.steps() == ([2, 10] if keep == 2 else [1, 2, 10])
+    checkpoints.save(state(77), 77)
+    assert checkpoints.steps() == {2: [10, 77], 3: [2, 10, 77], None: [1, 2, 10, 77]}[keep]
+    assert same_bits(checkpoints.load(state(), 77), state(77))
+    # Its own name makes it a checkpoint again; it never went.
+    shutil.move(tmp_path / "000009-step-77", tmp_path / "000009-step-3")
+    assert same_bits(checkpoints.load(state(), 3), state(3))
+
+
+def cut(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "__0_0.distcp", 100)
+
+
+def lose_a_file(checkpoint: Path) -> None:
+    (checkpoint / ".metadata").unlink()
+
+
+def damage_the_manifest(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "fmp_manifest", 100)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (cut, "__0_0.distcp is cut: 100 bytes of"),
+        (lose_a_file, ".metadata is missing"),
+        (damage_the_manifest, "the manifest is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_takes_nobodys_place(
+    tmp_path: Path, damage: Callable[[Path], None], complaint: str
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(state(step), step)
+    damage(tmp_path / "000003-step-3")
+    assert checkpoints.steps() == [2, 3]
+    assert error_of(lambda: checkpoints.load(state())).startswith(
+        f"CheckpointError: {tmp_path / '000003-step-3'}: {complaint}"
+    )
+    assert same_bits(checkpoints.load(state(), 2), state(2))
+    checkpoints.save(state(4), 4)
+    assert checkpoints.steps() == [2, 3, 4]
+    checkpoints.save(state(5), 5)
+    assert names(tmp_path) == ["000004-step-4", "000005-step-5"]  # those before them are old now, whole or not
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=None)
+    for step in (1, 2):
+        checkpoints.save(state(step), step)
+        cut(tmp_path / f"00000{step}-step-{step}")
+    checkpoints.save(state(5), 2)
+    assert names(tmp_path) == ["000001-step-1", "000003-step-2"]
+    assert same_bits(checkpoints.load(state()), state(5))
 
 
 @pytest.mark.parametrize("after", [False, True])

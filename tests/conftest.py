@@ -16,6 +16,7 @@ from tests.slow import COLLECTED, is_slow
 
 _hooks: Any = _autograd
 torch.set_num_threads(1)
+gc.set_threshold(20_000)  # to look for cycles after each 700 of the objects that Dynamo makes takes a tenth of its time
 torch.compile = compile_unwatched(torch.compile)
 
 # In CI the examples are the same every time: what fails there fails again under CI=true.
@@ -40,12 +41,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_heap() -> Iterator[None]:
-    """Hides what the tests before have left on the heap, through which each `gc.collect()` would have to walk."""
+def small_heap() -> None:
+    """Hides what the tests before have left on the heap, through which each `gc.collect()` would have to walk.
+
+    It stays hidden: to walk through all of it once for each file takes minutes.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """What is kept for a gradient: lists written by hand, and the memory that goes when the graph goes."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,6 @@ from fmp import _compat
 from fmp.memory import Residuals, saved_residuals
 
 X, W = torch.randn(8, 4), torch.randn(4, 4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects_to_collect() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def block(x, w):

@@ -192,9 +192,9 @@ def test_the_moving_average_does_not_stall():
     state = step.init({"w": torch.ones(1)})
     state, _ = step(state, {"w": torch.tensor([-1.0])})
     assert state.params["w"] == 2.0
-    for _ in range(2999):
+    for _ in range(499):
         state, _ = step(state, {"w": torch.zeros(1)})
-    torch.testing.assert_close(state.ema["w"], torch.tensor([2 - 0.999**3000]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(state.ema["w"], torch.tensor([2 - 0.999**500]), rtol=1e-5, atol=0)
 
 
 def test_zero_gradients_change_nothing_but_the_counts():

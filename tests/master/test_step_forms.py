@@ -166,7 +166,7 @@ def test_a_donating_step_has_the_same_bits(case):
 
 @every_form
 def test_a_compiled_step_has_the_same_bits_and_compiles_once(case):
-    step = step_of(case, ema=0.9)
+    step = step_of(case, optimizer=fmp.optim.sgd(0.01), ema=0.9)
     fast = dataclasses.replace(step, advance=torch.compile(advance, backend="aot_eager", fullgraph=True))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert same_bits(run(fast, fast.init(problem())), run(step, step.init(problem())))

@@ -23,11 +23,11 @@ def steps(tx, values, grads, count):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_second_moment_does_not_stall(tx, dtype):
     values = {"w": torch.ones(2, dtype=dtype)}
-    _, state = steps(tx, values, {"w": torch.ones(2, dtype=dtype)}, 3000)
+    _, state = steps(tx, values, {"w": torch.ones(2, dtype=dtype)}, 1000)
     state = getattr(state, "inner", state)
     assert state.second_moment["w"].dtype == torch.float32
-    assert state.second_moment["w"][0].item() == pytest.approx(1.0 - 0.999**3000, rel=1e-4)  # 0.950
-    assert state.count.item() == 3000
+    assert state.second_moment["w"][0].item() == pytest.approx(1.0 - 0.999**1000, rel=1e-4)  # 0.632
+    assert state.count.item() == 1000
 
 
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e3])

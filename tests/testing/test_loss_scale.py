@@ -232,7 +232,7 @@ def test_each_broken_scaler_is_found(name, scaler, message):
     assert f"check_loss_scale: {name} is broken. {INVARIANTS['check_loss_scale'][name]}\n" in str(caught.value)
     assert message in str(caught.value)
     with pytest.raises(AssertionError, match="check_loss_scale: "):
-        check_loss_scale(make, examples=10, steps=200)
+        check_loss_scale(make, examples=10, steps=200, compile=name == "compiled_equals_eager")  # else it takes long
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_good_scalers_pass(make):
 
 def test_scalers_at_the_edges_pass():
     check = lambda scaler: check_loss_scale(lambda: scaler, examples=2, steps=30, compile=False)
-    for_all(strategies.loss_scales(), check, examples=25)
+    for_all(strategies.loss_scales(), check, examples=10)
 
 
 @tree.dataclass

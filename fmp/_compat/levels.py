@@ -1,10 +1,11 @@
 """The levels of torch.func transforms: which are active, and what a tensor is below, above and after them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch._functorch.vmap import restore_vmap
 from torch.autograd import forward_ad
 
 from fmp._compat.compiler import constant_while_tracing
@@ -90,9 +91,14 @@ def levels_of(noted: Sequence[Mapping]) -> list[int]:
         noted: What `mappings` returned then. Where that was inside of the vmap rule of a torch.autograd.Function, these
             have ended, and torch has begun others in their place before it called the backward pass.
     """
-    has_ended = [_functorch.is_dead_tensor_wrapper(mapping.mark) for mapping in noted]
-    begun = iter(range(len(transforms()) - sum(has_ended), len(transforms())))
-    return [next(begun) if ended else mapping.level for mapping, ended in zip(noted, has_ended, strict=True)]
+    are_over = list(map(has_ended, noted))
+    begun = iter(range(len(transforms()) - sum(are_over), len(transforms())))
+    return [next(begun) if is_over else mapping.level for mapping, is_over in zip(noted, are_over, strict=True)]
+
+
+def has_ended(mapping: Mapping) -> bool:
+    """Says whether a `vmap` is in progress no more."""
+    return _functorch.is_dead_tensor_wrapper(mapping.mark)
 
 
 def mapped_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -111,6 +117,29 @@ def repeated(tensor: torch.Tensor, level: int, count: int) -> torch.Tensor:
     """Lets a tensor be one that a `vmap` maps over, with the same values for each of its members."""
     ones = below_transforms(torch.ones(count, dtype=tensor.dtype, device=tensor.device))
     return tensor * _functorch._add_batch_dim(ones, 0, level + 1)
+
+
+def for_one_member(tensor: torch.Tensor, level: int, count: int) -> torch.Tensor:
+    """Lets a tensor be one that a `vmap` maps over: its first member has the values, and the others zeros."""
+    is_first = below_transforms(torch.arange(count, device=tensor.device) == 0)
+    return torch.where(_functorch._add_batch_dim(is_first, 0, level + 1), tensor, torch.zeros_like(tensor))
+
+
+def mapped_as_it_falls(
+    function: Callable[..., Any], dims: tuple[int | None, ...], size: int, randomness: str
+) -> Callable[..., tuple[Any, Any]]:
+    """Maps a function like `torch.func.vmap`, but gives no dimension to a result that does not depend on the mapping.
+
+    Args:
+        function: It takes and returns tensors, a tuple of them.
+        dims: For each of its arguments the dimension over which it is mapped; None for one that is the same each time.
+        size: The number of members.
+        randomness: As for `torch.func.vmap`.
+
+    Returns:
+        A function that returns the results, and for each the dimension of the members; None for one without.
+    """
+    return restore_vmap(function, dims, size, randomness)
 
 
 @constant_while_tracing

@@ -25,6 +25,7 @@ from fmp.rematerialization.early_stop import Attempt
 from fmp.rematerialization.region import Region, call_in_vjp, differentiable
 
 Pull = Callable[..., Any]
+MapKey = tuple[str, int]  # "whole" or "pulls", and the place among these
 
 
 class Recomputed(torch.autograd.Function):
@@ -70,6 +71,8 @@ class Recomputed(torch.autograd.Function):
             for mapping, level in zip(ctx.mappings, levels, strict=True):
                 if mapping.level in ctx.drawn:  # random numbers only are mapped over; they shall be so again
                     pulled[0] = _compat.repeated(pulled[0], level, ctx.drawn[mapping.level])
+                if _compat.has_ended(mapping):
+                    pulled = _counted_once(pulled, level)
             all_operands = (*operands, *pulled)
             # A Function that is given batched gradients would not be recorded, without a word.
             if _is_last_derivative(region.levels, mapped) or _compat.gradients_are_batched():
@@ -106,24 +109,33 @@ class RecomputedPullback(Recomputed):
         dims = in_dims[1:]
         level = len(_compat.transforms())  # the one that is mapped is off already
         if level in pullback.mapped or any(dim is not None for dim in dims[: pullback.count]):
-            mapped = pullback.mapped_over(dims, info.randomness)
+            mapped = pullback.mapped_over(dims, info.batch_size, info.randomness)
         else:
-            mapped = pullback.pulled_many_times(dims, info.randomness)
+            mapped = pullback.pulled_many_times(dims, info.batch_size, info.randomness)
             operands = tuple(
                 [each if dim is None else each.movedim(dim, 0) for each, dim in zip(operands, dims, strict=True)]
             )
         outputs = invoke(mapped, operands, RecomputedPullback)
         if pullback.is_mapped:  # so it is run by none but this rule
             outputs = pullback.taken_apart((), outputs)
-        return outputs, (0,) * len(outputs)
+        # A gradient of which torch is told that each member has its own is added up over the members.
+        return outputs, tuple([0 if is_spread else None for is_spread in mapped.spreads_over()])
 
 
 class Map(NamedTuple):
-    """A mapping: over which dimensions of the operands, in front of which of the results, and its randomness."""
+    """A mapping of a backward pass, or of its second part.
+
+    Attributes:
+        dims: Over which dimensions of the operands.
+        size: How many members it has.
+        randomness: As for `torch.func.vmap`.
+        newer: How many mappings of the second part began later, whose dimensions stand in front of its own.
+    """
 
     dims: tuple[int | None, ...]
-    out: int
+    size: int
     randomness: str
+    newer: int = 0
 
 
 class Pullback(Region):
@@ -136,6 +148,9 @@ class Pullback(Region):
         mapped: Which of the transforms in progress, counted from 0, are mappings that the call was in.
         whole: Mappings of both parts, the innermost first.
         pulls: Mappings of the second part, likewise; they are inside of the others.
+        newest: Which mapping was added last.
+        spread: For each mapping whether each gradient depends on what it maps, so that it has a dimension of its own;
+            filled by a run, of this one or of what is made of it.
         origin: The same without mappings; it learns how the result is made of tensors.
     """
 
@@ -147,6 +162,8 @@ class Pullback(Region):
         mapped: frozenset[int] = frozenset(),
         whole: tuple[Map, ...] = (),
         pulls: tuple[Map, ...] = (),
+        newest: MapKey | None = None,
+        spread: dict[MapKey, tuple[bool, ...]] | None = None,
         origin: "Pullback | None" = None,
     ):
         super().__init__(levels)
@@ -154,46 +171,79 @@ class Pullback(Region):
         self.count = count
         self.mapped = mapped
         self._whole, self._pulls = whole, pulls
-        self._origin = origin or self
-        self.is_mapped = origin is not None
+        self._newest = newest
+        self._spread = {} if spread is None else spread
+        self._origin = origin
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it has mappings."""
+        return self._origin is not None
 
     def first(self, *operands: Tensor) -> Any:
         """Runs the backward pass."""
         if not self.is_mapped:
             return self.linearize(*operands[: self.count])(*operands[self.count :])
         run: Callable[..., Any] = self._pulled
-        for dims, out, randomness in self._whole:
-            run = torch.func.vmap(run, dims, out, randomness)
+        for place, each in enumerate(self._whole):
+            run = self._mapped(run, each, ("whole", place))
         return run(*operands)
 
     again = first
 
-    def mapped_over(self, dims: tuple[int | None, ...], randomness: str) -> "Pullback":
+    def mapped_over(self, dims: tuple[int | None, ...], size: int, randomness: str) -> "Pullback":
         """Maps both parts."""
-        return self._with((*self._whole, Map(dims, 0, randomness)), self._pulls)
+        return self._with((*self._whole, Map(dims, size, randomness)), self._pulls, ("whole", len(self._whole)))
 
-    def pulled_many_times(self, dims: tuple[int | None, ...], randomness: str) -> "Pullback":
+    def pulled_many_times(self, dims: tuple[int | None, ...], size: int, randomness: str) -> "Pullback":
         """Maps the second part over the first dimension of the operands for which one is given."""
         # Those that map both parts are around it, and so see one dimension more, the first.
         whole = [
-            each._replace(dims=tuple(map(_behind_a_new_one, each.dims, dims)), out=each.out + 1) for each in self._whole
+            each._replace(dims=tuple(map(_behind_a_new_one, each.dims, dims)), newer=each.newer + 1)
+            for each in self._whole
         ]
         pulled = tuple([None if dim is None else 0 for dim in dims[self.count :]])
-        return self._with(tuple(whole), (*self._pulls, Map(pulled, 0, randomness)))
+        newest = ("pulls", len(self._pulls))
+        return self._with(tuple(whole), (*self._pulls, Map(pulled, size, randomness)), newest)
 
-    def _with(self, whole: tuple[Map, ...], pulls: tuple[Map, ...]) -> "Pullback":
-        return Pullback(self.linearize, self.count, self.levels, self.mapped, whole, pulls, self._origin)
+    def spreads_over(self) -> tuple[bool, ...]:
+        """Says, after a run, which of the gradients depend on what the newest mapping maps."""
+        assert self._newest is not None
+        return self._spread[self._newest]
+
+    def _with(self, whole: tuple[Map, ...], pulls: tuple[Map, ...], newest: MapKey) -> "Pullback":
+        spread = self._spread if self.is_mapped else {}
+        mappings = whole, pulls, newest, spread
+        return Pullback(self.linearize, self.count, self.levels, self.mapped, *mappings, self._origin or self)
+
+    def _mapped(self, run: Callable[..., Any], each: Map, key: MapKey) -> Callable[..., tuple[Tensor, ...]]:
+        """Maps a function that returns tensors; those that do not depend on what is mapped get no dimension for it."""
+
+        def mapped(*operands: Tensor) -> tuple[Tensor, ...]:
+            outputs, dims = _compat.mapped_as_it_falls(run, each.dims, each.size, each.randomness)(*operands)
+            self._spread[key] = tuple([dim is not None for dim in dims])
+            count = len(self._pulls)
+            in_front = [self._spread["pulls", place] for place in range(count - each.newer, count)]
+            return tuple(
+                [
+                    output if dim is None else output.movedim(dim, sum(has_it[i] for has_it in in_front))
+                    for i, (output, dim) in enumerate(zip(outputs, dims, strict=True))
+                ]
+            )
+
+        return mapped
 
     def _pulled(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        primals = operands[: self.count]
+        primals, origin = operands[: self.count], self._origin
+        assert origin is not None
         linear = self.linearize(*primals)
 
         def pull(*cotangents: Tensor) -> tuple[Tensor, ...]:
-            return self._origin.taken_apart((*primals, *cotangents), linear(*cotangents))
+            return origin.taken_apart((*primals, *cotangents), linear(*cotangents))
 
         run: Callable[..., Any] = pull
-        for dims, out, randomness in self._pulls:
-            run = torch.func.vmap(run, dims, out, randomness)
+        for place, each in enumerate(self._pulls):
+            run = self._mapped(run, each, ("pulls", place))
         return run(*operands[self.count :])
 
 
@@ -332,6 +382,22 @@ def _is_last_derivative(levels: tuple[Any, ...], mapped: frozenset[int]) -> bool
     if torch.is_grad_enabled() or kinds not in ((), levels[:-1]):
         return False
     return all(level in mapped for level, kind in enumerate(kinds) if kind == _compat.VMAP)
+
+
+def _counted_once(cotangents: list[Tensor], level: int) -> list[Tensor]:
+    """Makes torch, which adds up the gradients of all members of a mapping, count once what belongs to all of them.
+
+    That is the cotangent of a result that does not depend on what is mapped. By itself it gives such a gradient; added
+    to one that differs from member to member, it would count as often as there are members.
+    """
+    sizes = [_compat.mapped_sizes([each]).get(level) for each in cotangents]
+    count = next((size for size in sizes if size is not None), None)
+    if count is None:
+        return cotangents
+    return [
+        _compat.for_one_member(each, level, count) if size is None else each
+        for each, size in zip(cotangents, sizes, strict=True)
+    ]
 
 
 def _behind_a_new_one(dim: int | None, new: int | None) -> int | None:

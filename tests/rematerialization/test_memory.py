@@ -1,5 +1,6 @@
 """What remat is for: peak memory of a chain of blocks."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fmp
+from fmp.rematerialization.user_call import UserCall
 from tests.memory import peak_bytes
 
 WEIGHTS = [torch.randn(4, 32, 32) / 6 for _ in range(16)]
@@ -116,3 +118,17 @@ def test_a_kept_value_costs_its_memory():
     nothing = peak(fmp.saveable.nothing)
     assert peak(fmp.saveable.only_names("other")) <= 1.02 * nothing
     assert peak(fmp.saveable.dots) > 2 * nothing
+
+
+@pytest.mark.parametrize("saveable", [fmp.saveable.nothing, fmp.saveable.dots], ids=["nothing", "dots"])
+def test_nothing_waits_for_the_garbage_collector(saveable: Any):
+    gradient = grad(loss_of(fmp.remat(block, saveable=saveable)))
+    gradient(WEIGHTS[:2], X[:4])
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            gradient(WEIGHTS[:2], X[:4])
+        assert not [each for each in gc.get_objects() if type(each) is UserCall]
+    finally:
+        gc.enable()

@@ -4,10 +4,15 @@ Each stage runs a few times, forward and backward, on fake tensors. They have sh
 numbers, and stand in for parameters and buffers as well. A ledger adds up the bytes that would be live. What cannot run
 on fake tensors, because it needs values, runs on copies of the real ones.
 
+Constants that a stage makes are real, since it may keep them: a mask in a cache, say. Where a stage keeps what depends
+on its input, attributes of modules and containers get back what they held before. Elsewhere a fake tensor would stay,
+so it runs on copies of the real ones as well, or raises.
+
 Everything happens in a thread of its own. There, no transform of torch.func is in progress, no dispatch mode is on, and
 saved-tensor hooks are allowed, whatever surrounds the caller.
 """
 
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +26,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from fmp import _compat, tree
 from fmp.ambient import Ambient, random_state, set_random_state
 from fmp.errors import RematError
+from fmp.live_fakes import Fakes
 from fmp.live_memory import uncompiled
 from fmp.rematerialization.capture import Capture
 from fmp.rematerialization.guards import check_not_written, versions
@@ -91,9 +97,12 @@ def measure(fns: Sequence[Callable[..., Any]], args: tuple[Any, ...], create_gra
     ambient = Ambient()
     operands = [*capture.tensors, *ambient.seeds]
 
+    fakes = Fakes(allow_non_fake_inputs=True)
+
     def on_fake_tensors() -> Measured:
-        with _compat.FakeTensorMode():
-            return _measured(capture, ambient, [_fake(tensor) for tensor in operands], operands, create_graph)
+        with fakes:
+            stand_ins = [_fake(tensor) for tensor in operands]
+        return _measured(capture, ambient, stand_ins, operands, create_graph)
 
     def on_copies() -> Measured:
         copies = [tensor.detach().clone() for tensor in operands]
@@ -102,20 +111,54 @@ def measure(fns: Sequence[Callable[..., Any]], args: tuple[Any, ...], create_gra
     random = random_state(capture.tensors, capture.generators)
     with ThreadPoolExecutor(1) as thread, _unhooked(fns), uncompiled():
         try:
-            return thread.submit(on_fake_tensors).result()
+            measured, failure = thread.submit(on_fake_tensors).result(), None
         except RematError:
             raise
         except Exception as error:
-            if any(map(_compat.wrapped_by_transform, operands)):
-                raise RematError(
-                    f"remat_sequential: a chain is measured on tensors without values, where it raises {error!r}; give "
-                    "the segments, or call its plan(...) outside of all transforms before, where there are values"
-                ) from error
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # the other thread has a stream of its own
+            measured, failure = None, error
+            _forget_frames(error)
+        finally:
+            capture.snapshot.restore()
+            set_random_state(random)
+            fakes.allow_non_fake_inputs = False
+        if measured is not None and not fakes.alive():
+            return measured
+        if any(map(_compat.wrapped_by_transform, operands)):
+            _refuse_kept(fakes)
+            raise RematError(
+                f"remat_sequential: a chain is measured on tensors without values, where it raises {failure!r}; give "
+                "the segments, or call its plan(...) outside of all transforms before, where there are values"
+            ) from failure
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the other thread has a stream of its own
+        try:
             return thread.submit(on_copies).result()
         finally:
+            capture.snapshot.restore()
             set_random_state(random)
+            _refuse_kept(fakes)
+
+
+def _refuse_kept(fakes: Fakes) -> None:
+    """Refuses a chain that has kept a fake tensor, which would be read later.
+
+    Raises:
+        RematError: If there is one.
+    """
+    if kept := fakes.alive():
+        raise RematError(
+            f"remat_sequential: a function keeps a tensor that depends on its input, {tree.describe(kept[0])}, "
+            "elsewhere than in its result, such as in a functools.lru_cache or an attribute of an object. Measured for "
+            'segments="auto", it has kept one without values there: clear it, and give the segments, or keep it in an '
+            "attribute of a module, a dictionary or a list that the function reaches, which gets back what it held"
+        )
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Frees what the frames of an error hold; a log may hold the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _fake(tensor: Tensor) -> Tensor:

@@ -134,8 +134,15 @@ def check_no_autograd_inside(error: RuntimeError) -> None:
     """Says of an error of torch.func, which refuses ordinary autograd inside of a transform, that remat is one.
 
     Raises:
-        RematError: If the error is one of these.
+        RematError: If the error is one of these. If torch refuses hooks that are set around the call, it says so in
+            torch's words: a remat around, which has set them, then works without.
     """
+    if _compat.refuses_saved_tensor_hooks(error) and _compat.saved_tensors_are_hooked():
+        raise RematError(
+            "remat: the call is below saved-tensor hooks, such as those of torch.utils.checkpoint. It uses torch.func, "
+            "as under a transform, with determinism_check='bitwise', or if the function calls one, and that does not "
+            "yet support saved tensor hooks; use fmp.remat instead of torch.utils.checkpoint, or leave out the hooks"
+        ) from error
     if _AUTOGRAD_REFUSED in str(error) or _compat.refuses_saved_tensor_hooks(error):
         raise RematError(
             "remat: the function uses ordinary autograd: requires_grad_(), torch.autograd or torch.utils.checkpoint. "

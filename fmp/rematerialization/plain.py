@@ -6,6 +6,7 @@ tensors of modules that were swapped for the call, variables that a closure has 
 place.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -48,15 +49,18 @@ def checkpointed(
     start = random_state(capture.tensors, capture.generators)
     ambient = Ambient(start if preserve_rng_state else None)
     before = versions(capture.tensors)
+    # Autograd saves no inference tensors. They get no gradient, so that the recomputation can hold them itself.
+    inference = {slot: tensor for slot, tensor in enumerate(capture.tensors) if tensor.is_inference()}
     is_first = True
 
-    def run(*operands: Tensor) -> Any:
+    def run(*saved: Tensor) -> Any:
         nonlocal is_first
         if is_first:
             is_first = False
             function, args, kwargs = capture.value
             with kept.recording() if kept else nullcontext(), capture.exclusive(), capture.cache():
                 return function(*args, **kwargs)
+        operands = _joined(saved, inference)
         is_mapped = _compat.transform_active() or _compat.gradients_are_batched()
         if kept is None and not is_mapped and ambient.is_here():
             with ambient.drawing_again():
@@ -73,7 +77,7 @@ def checkpointed(
     try:
         result = checkpoint(
             run,
-            *capture.tensors,
+            *[tensor for slot, tensor in enumerate(capture.tensors) if slot not in inference],
             use_reentrant=False,
             preserve_rng_state=preserve_rng_state and not {tensor.device.type for tensor in capture.tensors} <= _KNOWN,
             determinism_check=determinism_check,
@@ -94,3 +98,11 @@ def checkpointed(
     capture.snapshot.settle()
     capture.forget()
     return result
+
+
+def _joined(saved: Sequence[Tensor], inference: Mapping[int, Tensor]) -> Sequence[Tensor]:
+    """Puts inference tensors back into their slots."""
+    if not inference:
+        return saved
+    others = iter(saved)
+    return [inference[slot] if slot in inference else next(others) for slot in range(len(saved) + len(inference))]

@@ -144,7 +144,7 @@ class _Recorder(_Counter):
         made = self._made.get(memory_of(tensor))
         if made is None or not isinstance(self._kept.saveable, Names) or not self._kept.saveable.keeps(name):
             return
-        if made.has_changed or (made.dtype != tensor.dtype and made.geometry):
+        if made.has_changed:
             raise RematError(
                 f"remat: the value named {name!r} was changed in place after {made.key[0]} had made it; name a value "
                 "that is made by one op"
@@ -153,8 +153,8 @@ class _Recorder(_Counter):
         self._paused = True
         try:
             if made.geometry is not None:
-                with torch.no_grad():
-                    output = _compat.below_transforms(tensor.as_strided(*made.geometry))
+                with torch.no_grad(), _compat.without_transforms():
+                    output = _as_made(tensor, made.dtype, made.geometry)
             self._keep(made.key, made.given, output, made.random)
         finally:
             self._paused = False
@@ -245,6 +245,18 @@ def _state_after(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ambi
         return None
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
     return ambient.random_state(tensors_in(args), given)
+
+
+def _as_made(view: Tensor, dtype: torch.dtype, geometry: tuple[Any, ...]) -> Tensor:
+    """Returns the tensor of which another is a view: as the operator had made it, with its count of changes."""
+    if view.is_neg():
+        view = torch.ops.aten._neg_view(view)  # undoes it, as does the conjugate of a conjugate
+    if view.is_conj():
+        view = view.conj()
+    if view.dtype != dtype:  # such as the real part
+        in_bytes = view.as_strided((0,), (1,), 0).view(torch.uint8)
+        view = in_bytes.as_strided((view.untyped_storage().nbytes(),), (1,), 0).view(dtype)
+    return view.as_strided(*geometry)
 
 
 def _versions(value: Any) -> list[int]:

@@ -342,6 +342,61 @@ def test_a_value_that_was_changed_before_it_got_its_name():
         grad(fmp.remat(f, saveable=fmp.saveable.only_names("kept")))(X, W)
 
 
+def product(x, w):
+    return torch.complex(x @ w, x) @ torch.complex(w, w.sin())
+
+
+NAMED_VIEWS = {
+    "conjugate": lambda x, w: fmp.checkpoint_name(product(x, w).conj(), "kept").imag * x,
+    "conjugate transposed": lambda x, w: fmp.checkpoint_name(product(x, w).mH, "kept").imag.T * x,
+    "negative": lambda x, w: fmp.checkpoint_name(torch._neg_view(x @ w), "kept").sin() * x,
+    "real": lambda x, w: fmp.checkpoint_name(product(x, w).real, "kept").sin() * x,
+    "imaginary of the conjugate": lambda x, w: fmp.checkpoint_name(product(x, w).conj().imag, "kept").sin() * x,
+    "pairs": lambda x, w: fmp.checkpoint_name(torch.view_as_real(product(x, w))[1:], "kept").sin().sum((0, 2)) * x,
+    "bits": lambda x, w: fmp.checkpoint_name((x @ w).detach()[1:].view(torch.int16), "kept").sign().sum() * (x @ w),
+    "bits of a part": lambda x, w: (
+        fmp.checkpoint_name((x @ w).bfloat16().detach()[..., :2].view(torch.int32), "kept").sign().sum() * (x @ w)
+    ),
+    "bits of what is no multiple": lambda x, w: (
+        fmp.checkpoint_name((x @ w).sum().repeat(5).bfloat16().detach()[:4].view(torch.int32), "kept").sign().sum()
+        * (x @ w)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["autograd", "grad"])
+@pytest.mark.parametrize("view", NAMED_VIEWS)
+def test_a_name_for_a_view_that_shows_other_numbers_than_lie_in_memory(view, how):
+    def f(x, w):
+        return torch.tanh(NAMED_VIEWS[view](x, w)).sum()
+
+    want = GRADIENTS[how](f)
+    for saveable in (
+        fmp.saveable.only_names("kept"),
+        fmp.saveable.any_except_names("other"),
+        fmp.saveable.offload_names("kept"),
+    ):
+        got = GRADIENTS[how](fmp.remat(f, saveable=saveable))
+        assert same_bits(got, want), saveable
+
+
+@pytest.mark.parametrize("view", ["conjugate", "real"])
+def test_what_is_kept_by_the_name_of_such_a_view_must_not_change(view):
+    shown = {"conjugate": torch.conj, "real": torch.real}[view]
+
+    def f(x, w):
+        y = product(x, w)
+        fmp.checkpoint_name(shown(y), "kept")
+        return y, y.sin()
+
+    x = X.clone().requires_grad_()
+    y, z = fmp.remat(f, saveable=fmp.saveable.only_names("kept"))(x, W)
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(fmp.RematError, match="changed in place after the function had returned"):
+        z.abs().sum().backward()
+
+
 def test_what_was_kept_by_an_attempt_that_was_given_up_is_dropped():
     def f(x, w):
         y = torch.sin(fmp.checkpoint_name(x @ w, "kept") @ w)  # a transform cannot be recomputed as the rest can

@@ -41,6 +41,7 @@ class Entry(NamedTuple):
     device: torch.device | None
     random: ambient.RandomState | None
     copied: bool = False
+    reshaped: bool = False
 
 
 class Kept:
@@ -103,12 +104,16 @@ class _Recorder(_Counter):
         self._by_name = isinstance(kept.saveable, Names)
         self._made: dict[int, Allocated] = {}
         self._keys: dict[int, list[Key]] = {}
+        self._reshaped: set[int] = set()
         self._paused = False  # while the recorder itself makes tensors
 
     def __exit__(self, error: Any, *details: Any) -> None:
         """Lets go of what was needed meanwhile."""
         super().__exit__(error, *details)
         self._kept.last = {op: self.counts[op] for op, _ in self._kept.entries}
+        for key in {key for memory in self._reshaped for key in self._keys.get(memory, ())}:
+            entry = self._kept.entries[key]  # squeeze_ counts as a change, but only after this mode has seen it
+            self._kept.entries[key] = entry._replace(versions=_versions(entry.output), reshaped=True)
         self._made, self._keys = {}, {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -116,7 +121,9 @@ class _Recorder(_Counter):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func._schema.is_mutable and torch.Tag.inplace_view not in func.tags:  # squeeze_ writes nothing
+        if torch.Tag.inplace_view in func.tags:  # squeeze_ writes nothing
+            self._reshaped.update(map(memory_of, tensors_in(args[:1])))
+        elif func._schema.is_mutable:
             self._copy_what_changes(func, args, kwargs)
         output = func(*args, **kwargs)
         if not _makes_new(func):
@@ -287,4 +294,6 @@ def _from_host(value: Any, entry: Entry) -> Any:
         return value
     if entry.device is not None and value.device.type != entry.device.type:
         return value.to(entry.device, non_blocking=True)
-    return value.clone() if entry.copied else _alias(value)
+    if entry.copied:
+        return value.clone()
+    return _compat.below_transforms(value.detach()) if entry.reshaped else _alias(value)

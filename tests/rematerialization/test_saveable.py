@@ -117,6 +117,55 @@ def test_a_kept_value_that_the_function_itself_changes(how):
     assert same_bits(GRADIENTS[how](fmp.remat(f, saveable=fmp.saveable.dots)), GRADIENTS[how](f))
 
 
+def transposed(x, w):
+    return torch.tanh(fmp.checkpoint_name(x @ w, "kept").transpose_(0, 1))
+
+
+def resized(x, w):
+    return (x @ w).detach().resize_(6, 2).sum() * torch.sin(x @ w)
+
+
+RESHAPED = {
+    "vector": lambda x, w: torch.tanh(x[0] @ w) @ w,
+    "mapped vectors": lambda x, w: vmap(lambda row: torch.tanh(row @ w) @ w)(x),
+    "squeeze_": lambda x, w: torch.tanh((x[:1] @ w).squeeze_(0)),
+    "unsqueeze_": lambda x, w: torch.tanh((x @ w).unsqueeze_(0)),
+    "t_": lambda x, w: torch.tanh((x @ w).t_()),
+    "transpose_": transposed,
+    "resize_": resized,
+    "unsqueeze_ and mul_": lambda x, w: torch.tanh((x @ w).unsqueeze_(0).mul_(x)),
+    "mul_ and unsqueeze_": lambda x, w: torch.tanh((x @ w).mul_(x).unsqueeze_(0)),
+}
+
+
+@pytest.mark.parametrize("how", ["autograd", "grad"])
+@pytest.mark.parametrize("name", RESHAPED)
+def test_a_kept_value_that_is_reshaped_in_place(name, how):
+    def f(x, w):
+        return RESHAPED[name](x, w).sum()
+
+    want = GRADIENTS[how](f)
+    for saveable in (fmp.saveable.dots, fmp.saveable.only_names("kept"), lambda op, args: True):
+        assert same_bits(GRADIENTS[how](fmp.remat(f, saveable=saveable)), want)
+
+
+@pytest.mark.parametrize("name", ["vector", "t_"])
+def test_backward_twice_through_a_value_that_is_reshaped_in_place(name):
+    x = X.clone().requires_grad_()
+    y = fmp.remat(RESHAPED[name], saveable=fmp.saveable.dots)(x, W).sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)
+    assert same_bits(torch.autograd.grad(y, x), first)
+
+
+def test_a_kept_value_that_was_reshaped_must_not_change():
+    x = X.clone().requires_grad_()
+    y, z = fmp.remat(lambda x: ((y := (x @ W).t_()), y.sin()), saveable=fmp.saveable.dots)(x)
+    with torch.no_grad():
+        y.mul_(2)
+    with pytest.raises(fmp.RematError, match="changed in place after the function had returned"):
+        z.sum().backward()
+
+
 def test_backward_twice():
     x = X.clone().requires_grad_()
     y = fmp.remat(named, saveable=fmp.saveable.dots)(x, W)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fmp import _compat, ambient, tree
 from fmp.errors import RematError
@@ -29,7 +30,7 @@ class Allocated(NamedTuple):
     geometry: tuple[Any, ...] | None
     output: Any
     random: ambient.RandomState | None
-    has_changed: bool = False
+    memory: StorageWeakRef  # as long as it lives, no other memory gets the same number
 
 
 class Entry(NamedTuple):
@@ -104,6 +105,7 @@ class _Recorder(_Counter):
         self._by_name = isinstance(kept.saveable, Names)
         self._made: dict[int, Allocated] = {}
         self._keys: dict[int, list[Key]] = {}
+        self._changed: set[Key] = set()
         self._reshaped: set[int] = set()
         self._paused = False  # while the recorder itself makes tensors
 
@@ -142,8 +144,9 @@ class _Recorder(_Counter):
             if memory_of(tensor) in others:
                 continue
             geometry = (tensor.size(), tensor.stride(), tensor.storage_offset()) if tensor is output else None
-            whole = None if tensor is output else output
-            self._made[memory_of(tensor)] = Allocated(key, facts, tensor.dtype, geometry, whole, random)
+            whole = None if tensor is output else tree.map(_alias, output)  # an alias keeps its shape
+            memory = StorageWeakRef(tensor.untyped_storage())
+            self._made[memory_of(tensor)] = Allocated(key, facts, tensor.dtype, geometry, whole, random, memory)
         return output
 
     def name(self, tensor: Tensor, name: str) -> None:
@@ -151,10 +154,10 @@ class _Recorder(_Counter):
         made = self._made.get(memory_of(tensor))
         if made is None or not isinstance(self._kept.saveable, Names) or not self._kept.saveable.keeps(name):
             return
-        if made.has_changed:
+        if made.key in self._changed:
             raise RematError(
-                f"remat: the value named {name!r} was changed in place after {made.key[0]} had made it; name a value "
-                "that is made by one op"
+                f"remat: the value named {name!r} was changed in place after {made.key[0]} had made it, or what that op "
+                "made with it; name a value that is made by one op, or name it before the change"
             )
         output = made.output
         self._paused = True
@@ -181,7 +184,7 @@ class _Recorder(_Counter):
                 continue
             for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)):
                 if (made := self._made.get(memory_of(tensor))) is not None:
-                    self._made[memory_of(tensor)] = made._replace(has_changed=True)
+                    self._changed.add(made.key)
                 for key in self._keys.pop(memory_of(tensor), ()):
                     entry = self._kept.entries[key]
                     copied = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, entry.output)

@@ -391,6 +391,38 @@ def test_a_value_that_was_changed_before_it_got_its_name():
         grad(fmp.remat(f, saveable=fmp.saveable.only_names("kept")))(X, W)
 
 
+@pytest.mark.parametrize("how", ["autograd", "grad"])
+def test_a_value_that_an_op_made_together_with_one_that_was_changed(how):
+    def f(x, w):
+        values, places = (x @ w).detach().topk(4)
+        values.mul_(2)
+        return (values * x * fmp.checkpoint_name(places, "kept") * w.sum()).sum()
+
+    with pytest.raises(fmp.RematError, match="'kept' was changed in place .* or what that op made with it"):
+        GRADIENTS[how](fmp.remat(f, saveable=fmp.saveable.only_names("kept")))
+
+
+@pytest.mark.parametrize("how", ["autograd", "grad"])
+def test_a_value_that_an_op_made_together_with_one_that_was_reshaped(how):
+    def f(x, w):
+        values, places = (x @ w).topk(4)
+        return (values.unsqueeze_(0) * x * fmp.checkpoint_name(places, "kept")).sum()
+
+    assert same_bits(GRADIENTS[how](fmp.remat(f, saveable=fmp.saveable.only_names("kept"))), GRADIENTS[how](f))
+
+
+@pytest.mark.parametrize("how", ["autograd", "grad"])
+def test_a_named_constant_may_lie_where_a_value_lay_before(how):
+    def f(x, w):
+        with torch.no_grad():
+            scale = (x @ w).sin()  # the product is gone by now
+        for number in range(3):
+            fmp.checkpoint_name(torch.tensor([[float(number)] * 4] * 3), "kept")
+        return (scale * x * w.sum()).sum()
+
+    assert same_bits(GRADIENTS[how](fmp.remat(f, saveable=fmp.saveable.only_names("kept"))), GRADIENTS[how](f))
+
+
 def product(x, w):
     return torch.complex(x @ w, x) @ torch.complex(w, w.sin())
 

@@ -156,8 +156,8 @@ class _Recorder(_Counter):
             return
         if made.key in self._changed:
             raise RematError(
-                f"remat: the value named {name!r} was changed in place after {made.key[0]} had made it, or what that op "
-                "made with it; name a value that is made by one op, or name it before the change"
+                f"remat: the value named {name!r} was changed in place after {made.key[0]} had made it, or what that "
+                "op made with it; name a value that is made by one op, or name it before the change"
             )
         output = made.output
         self._paused = True

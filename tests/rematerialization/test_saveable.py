@@ -398,7 +398,7 @@ def test_a_value_that_an_op_made_together_with_one_that_was_changed(how):
         values.mul_(2)
         return (values * x * fmp.checkpoint_name(places, "kept") * w.sum()).sum()
 
-    with pytest.raises(fmp.RematError, match="'kept' was changed in place .* or what that op made with it"):
+    with pytest.raises(fmp.RematError, match=r"'kept' was changed in place .* or what that op made with it"):
         GRADIENTS[how](fmp.remat(f, saveable=fmp.saveable.only_names("kept")))
 
 

@@ -430,7 +430,7 @@ def product(x, w):
 NAMED_VIEWS = {
     "conjugate": lambda x, w: fmp.checkpoint_name(product(x, w).conj(), "kept").imag * x,
     "conjugate transposed": lambda x, w: fmp.checkpoint_name(product(x, w).mH, "kept").imag.T * x,
-    "negative": lambda x, w: fmp.checkpoint_name(torch._neg_view(x @ w), "kept").sin() * x,
+    "negative": lambda x, w: fmp.checkpoint_name(torch.ops.aten._neg_view(x @ w), "kept").sin() * x,
     "real": lambda x, w: fmp.checkpoint_name(product(x, w).real, "kept").sin() * x,
     "imaginary of the conjugate": lambda x, w: fmp.checkpoint_name(product(x, w).conj().imag, "kept").sin() * x,
     "pairs": lambda x, w: fmp.checkpoint_name(torch.view_as_real(product(x, w))[1:], "kept").sin().sum((0, 2)) * x,

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable, Iterable
 
+from fmp import _compat
+
 # The wildcards of a shell pattern; the splitter keeps them, at the odd places of its result. A set has at least one
 # member, so a bracket right at its beginning does not close it.
 _WILDCARDS = re.compile(r"(\*|\?|\[!?+.[^]]*\])", re.DOTALL)
@@ -54,7 +56,7 @@ def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
     alternatives = "|".join([_regex(pattern) for pattern in patterns])
     try:
         # A name may go on after the pattern's end, but only with a separator, and not if nothing was matched yet.
-        regex = re.compile(rf"(?s:(?:{alternatives})(?:(?<=.)\..*)?)")
+        regex = _compiled(rf"(?s:(?:{alternatives})(?:(?<=.)\..*)?)")
     except re.error as error:
         raise ValueError(f"cannot read the patterns {patterns}: {error}") from error
 
@@ -63,6 +65,11 @@ def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
         return regex.fullmatch(name) is not None or regex.fullmatch("." + name) is not None
 
     return matches_path
+
+
+@_compat.constant_while_tracing
+def _compiled(regex: str) -> re.Pattern[str]:
+    return re.compile(regex)
 
 
 def _regex(pattern: str) -> str:

@@ -28,6 +28,11 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") == "true" else "lo
 def pytest_configure(config: pytest.Config) -> None:
     # Its first use of forward-mode differentiation makes torch script its own decompositions.
     config.addinivalue_line("filterwarnings", "ignore:.torch.jit.:DeprecationWarning")
+    # Its scripting is deprecated since torch 2.14; fmp refuses what it makes, and the tests make some.
+    config.addinivalue_line("filterwarnings", "ignore:.torch.jit.:FutureWarning")
+    # What torch before 2.13 says once in a process, wherever it is asked first.
+    config.addinivalue_line("filterwarnings", "ignore:Warning. Profiler clears events:UserWarning")
+    config.addinivalue_line("filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning")
     # Dynamo instantiates torch.autograd.Function when it traces one.
     config.addinivalue_line("filterwarnings", "ignore:.*Function.*should not be instantiated:DeprecationWarning")
 

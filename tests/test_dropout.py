@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.torch_version import TorchVersion
 
 from fmp import dropout, random
 from fmp.dropout import SeededRandomness
+from tests.versions import BEFORE_2_13
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -91,7 +91,7 @@ def test_draws_depend_on_the_seed_alone(name: str, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_compiled_draws_are_the_eager_ones(name: str, x: torch.Tensor) -> None:
-    if TorchVersion(torch.__version__) < "2.13" and name.startswith("rand"):
+    if BEFORE_2_13 and name.startswith("rand"):
         pytest.skip("torch before 2.13 hides the call from modes")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(seeded(ALL[name]), backend=counter, fullgraph=True)

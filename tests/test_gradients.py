@@ -19,6 +19,7 @@ import fmp.gradients
 import fmp.tree
 from fmp import _compat
 from tests.memory import peak_bytes
+from tests.versions import BEFORE_2_13, differentiates_in_inference_mode
 
 vjp: Any = torch.func.vjp  # its annotation says that the length of the result depends on nothing
 DOUBLE = torch.float64
@@ -435,11 +436,15 @@ IN_PLACE: dict[str, Any] = {
     "grad": lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x),
     "a leaf outside": lambda fn, x: fn(x.requires_grad_()),
     "a graph outside": lambda fn, x: fn(x.requires_grad_() * 1),
-    "inference": lambda fn, x: torch.inference_mode()(fn)(x),
 }
+IN_INFERENCE_MODE = pytest.param(
+    lambda fn, x: torch.inference_mode()(fn)(x), id="inference", marks=differentiates_in_inference_mode
+)
 
 
-@pytest.mark.parametrize("around", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize(
+    "around", [*[pytest.param(around, id=name) for name, around in IN_PLACE.items()], IN_INFERENCE_MODE]
+)
 @pytest.mark.parametrize("change", [lambda x: x.mul_(2), lambda x: x[0].zero_(), lambda x: x.copy_(x * 2)])
 def test_changing_the_argument_in_place_raises(around, change):
     x = torch.tensor([1.0, 2.0])
@@ -559,7 +564,12 @@ NESTINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("nesting", NESTINGS.values(), ids=NESTINGS)
 @pytest.mark.parametrize(
-    "surround", [lambda fn: fn, torch.no_grad(), torch.inference_mode()], ids=["", "no_grad", "inf"]
+    "surround",
+    [
+        pytest.param(lambda fn: fn, id=""),
+        pytest.param(torch.no_grad(), id="no_grad"),
+        pytest.param(torch.inference_mode(), id="inf", marks=differentiates_in_inference_mode),
+    ],
 )
 def test_nesting(nesting, surround):
     found = surround(nesting(fmp.gradients.grad))(X, W)
@@ -611,6 +621,13 @@ def test_forward_mode_outside():
     assert_close(slope, torch.func.grad(energy)(X, W).sum())
 
 
+@pytest.mark.skipif(not BEFORE_2_13, reason="torch differentiates in inference mode since 2.13")
+def test_zero_gradients_in_inference_mode_are_refused():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="zero gradients in inference mode"):
+        fmp.gradients.grad(energy)(X, W)
+
+
+@differentiates_in_inference_mode
 def test_inference_mode_and_tensors_made_in_it():
     with torch.inference_mode():
         made_inside = X.clone()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fmp
 from fmp import _compat
 from fmp.memory import Residuals, saved_residuals
+from tests.versions import BEFORE_2_13
 
 X, W = torch.randn(8, 4), torch.randn(4, 4)
 
@@ -140,6 +141,7 @@ def test_a_part_keeps_all_of_its_storage():
     assert told(residuals) == [("relu_", 128, False), ("cumsum", 128, False), ("args/0", 128, True)]
 
 
+@pytest.mark.skipif(BEFORE_2_13, reason="torch before 2.13 does not keep a Function's node alive for Python")
 def test_what_a_function_holds_on_to_by_itself():
     cache = []
 

@@ -16,9 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
 from fmp._compat.backward import ENGINE as ENGINE, next_number as next_number, running_node as running_node
 from fmp._compat.compiler import (
     allow_side_effects_in_checkpoint as allow_side_effects_in_checkpoint,
+    as_compiling as as_compiling,
+    can_tell_tensors_apart as can_tell_tensors_apart,
     compiled_on_its_own as compiled_on_its_own,
     compiler_name as compiler_name,
     constant_while_tracing as constant_while_tracing,
+    described_by as described_by,
     is_compiled as is_compiled,
     making_a_graph as making_a_graph,
     never_traced as never_traced,
@@ -43,6 +46,7 @@ from fmp._compat.levels import (
     Mapping as Mapping,
     belongs_to_ended_level as belongs_to_ended_level,
     below_transforms as below_transforms,
+    count_true as count_true,
     differentiated as differentiated,
     differentiated_outside as differentiated_outside,
     ended_twice as ended_twice,
@@ -99,6 +103,7 @@ from fmp._compat.operators import (
     fused_sgd_ as fused_sgd_,
     packet_name as packet_name,
     registered_op as registered_op,
+    reinterpreted as reinterpreted,
 )
 from fmp._compat.parametrized import (
     parametrization_cache as parametrization_cache,

@@ -1,8 +1,11 @@
 """torch.compile: what it is to leave alone, what it takes for constant, and the graph that it makes."""
 
+import functools
 import operator
 import sys
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -87,6 +90,28 @@ def compiler_name() -> str | None:
     return getattr(backend, "compiler_name", None)
 
 
+def described_by(fn: Callable[..., Any]) -> list[str]:
+    """Lists what `functools.wraps` copies; before torch 2.13, the tracer fails on what a built-in function lacks."""
+    return [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(fn, name)]
+
+
+def can_tell_tensors_apart() -> bool:
+    """Says whether `id` can be asked of tensors that were made here; while torch.compile traces, since torch 2.13."""
+    return _VERSION >= (2, 13) or not torch.compiler.is_compiling()
+
+
+@contextmanager
+def as_compiling() -> Iterator[None]:
+    """Lets `torch.compiler.is_compiling` be true in what runs below the tracer, as torch itself does since 2.13."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+
+
 def making_a_graph() -> bool:
     """Says whether the operators that run here are put into a graph."""
     return _dispatch_mode(_PROXY) is not None
@@ -97,7 +122,7 @@ def tag_maker(key: str, value: Any) -> None:
     mode: Any = _dispatch_mode(_PROXY)
     if mode is None:
         return
-    node = next(reversed(mode.tracer.graph.nodes)).args[0]
+    node = next(iter(reversed(mode.tracer.graph.nodes))).args[0]
     while getattr(node, "op", None) == "call_function":
         schema = getattr(node.target, "_schema", None)  # what picks one of several results has none
         if schema is not None and not any(argument.alias_info for argument in schema.arguments):

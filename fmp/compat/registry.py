@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.compat.casting import SessionCaster
 from fmp.compat.current import current
 from fmp.policy import OpRules
@@ -176,7 +176,7 @@ def _casting(name: str, fn: Fn, dtype_of: Callable[[Caster, list[torch.dtype]], 
         return type(fn)(_casting(name, fn.__func__, dtype_of))  # pyright: ignore[reportReturnType]
     check_function(f"amp.{name}", fn)
 
-    @functools.wraps(fn, updated=())
+    @functools.wraps(fn, _compat.described_by(fn), updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         for caster in casters():
             if isinstance(caster, SessionCaster):

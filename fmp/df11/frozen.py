@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fmp import _compat
 from fmp.df11.trees import decompress
 from fmp.rematerialization.guards import DeterminismCheck
 from fmp.rematerialization.saveable import Dots, Names, Nothing, Saveable, check_saveable, nothing
@@ -98,7 +99,7 @@ def _frozen(options: dict[str, Any], fn: Callable[..., Any]) -> Callable[..., An
     bound_args, bound_kwargs = (fn.args, fn.keywords) if isinstance(fn, functools.partial) else ((), {})
     inner = fn.func if isinstance(fn, functools.partial) else fn
 
-    @functools.wraps(fn, updated=())
+    @functools.wraps(fn, _compat.described_by(fn), updated=())
     def on_decoded(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = decompress(((*bound_args, *args), {**bound_kwargs, **kwargs}))
         return inner(*args, **kwargs)

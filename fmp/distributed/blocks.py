@@ -187,7 +187,7 @@ def _block(
     if not callable(fn):
         raise TypeError(f"gathered_block transforms a function, got {fn!r}")
 
-    @functools.wraps(fn, updated=())
+    @functools.wraps(fn, _compat.described_by(fn), updated=())
     def on_full(params: Tree, /, *args: Any, **kwargs: Any) -> Any:
         return fn(full_params(params, layout, compute), *args, **kwargs)
 

@@ -20,6 +20,7 @@ References:
 
 import torch
 
+from fmp import _compat
 from fmp.master.form import Form
 from fmp.master.rounding import straight_through
 
@@ -41,7 +42,7 @@ def init(param: Tensor, source: Tensor) -> Tensor:
 def merge(param: Tensor, rest: Tensor) -> Tensor:
     """Puts the two halves together; gradients pass to the parameter as if the rest were a constant."""
     bits = _shifted_up(_high(param)) + rest.to(torch.int32)
-    return straight_through(bits.view(torch.float32), param.to(torch.float32))
+    return straight_through(_compat.reinterpreted(bits, torch.float32), param.to(torch.float32))
 
 
 def split(full: Tensor, dtype: torch.dtype, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -49,13 +50,13 @@ def split(full: Tensor, dtype: torch.dtype, seed: Tensor | None) -> tuple[Tensor
     bits = _bits(full)
     high = torch.bitwise_right_shift(bits + 0x8000, 16)
     rest = (bits - _shifted_up(high)).to(torch.int16)
-    param = high.to(torch.int16).view(torch.bfloat16)
+    param = _compat.reinterpreted(high.to(torch.int16), torch.bfloat16)
     return straight_through(param, full.to(torch.bfloat16)), rest
 
 
 def _bits(full: Tensor) -> Tensor:
     # The payload of a NaN may round to inf, or run over into the sign.
-    return torch.where(full.isnan(), _QUIET_NAN, full.detach().view(torch.int32))
+    return torch.where(full.isnan(), _QUIET_NAN, _compat.reinterpreted(full.detach(), torch.int32))
 
 
 def _shifted_up(high: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def _shifted_up(high: Tensor) -> Tensor:
 
 
 def _high(param: Tensor) -> Tensor:
-    return param.detach().view(torch.int16).to(torch.int32)
+    return _compat.reinterpreted(param.detach(), torch.int16).to(torch.int32)
 
 
 FORM = Form(init, merge, split, dtypes=frozenset({torch.bfloat16}))

@@ -52,7 +52,7 @@ def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
         tensor([9.7656e-04, 9.7656e-04, 5.9605e-08])
     """
     info = torch.finfo(dtype)
-    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32)
+    power = _compat.reinterpreted(_compat.reinterpreted(values, torch.int32) & _EXPONENT, torch.float32)
     return (power * info.eps).clamp(min=info.smallest_normal * info.eps)
 
 

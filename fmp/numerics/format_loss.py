@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.dtypes import short_name
 from fmp.numerics.counting import floating, fraction, stacked
 from fmp.numerics.formats import Format, number_format
@@ -141,7 +141,7 @@ def _lost(leaf: torch.Tensor, target: Format, scale: Scale) -> torch.Tensor:
     zeroed = counted & (product <= target.zero_up_to)
     below_normal = counted & (product < target.normal_from)
     overflowed = counted & target.overflows(product)
-    total, zeros, small, large = (mask.count_nonzero() for mask in (counted, zeroed, below_normal, overflowed))
+    total, zeros, small, large = map(_compat.count_true, (counted, zeroed, below_normal, overflowed))
     return torch.stack([total, zeros, small - zeros, large])
 
 

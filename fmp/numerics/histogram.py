@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmp import tree
+from fmp import _compat, tree
 from fmp.numerics.counting import floating, stacked
 from fmp.numerics.parts import summed
 from fmp.numerics.tables import by_leaf, together
@@ -114,7 +114,7 @@ def _count(leaf: torch.Tensor, lowest: int, bins: int) -> torch.Tensor:
     index = torch.where(binned, torch.frexp(magnitude).exponent - (lowest + 1), bins)
     one = torch.ones((), dtype=torch.int64, device=leaf.device)
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=leaf.device).index_add(0, index, one.expand(index.shape))
-    zeros = (magnitude == 0).count_nonzero()
-    infinities = (magnitude == math.inf).count_nonzero()
+    zeros = _compat.count_true(magnitude == 0)
+    infinities = _compat.count_true(magnitude == math.inf)
     rest = torch.stack([zeros, infinities, counts[bins] - zeros - infinities])
     return torch.cat([counts[:bins], rest])

@@ -31,7 +31,8 @@ AGAIN = "forward, recomputed"
 
 _HERE = os.path.dirname(__file__) + os.sep
 _LIBRARIES = (*LIBRARIES, *[str(module.__file__) for module in (contextlib, functools)])
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+# What `apply` of a torch.autograd.Function calls. It need not be on the stack itself: since torch 2.14 it is C++ code.
+_APPLIED = ("forward", "setup_context", "jvp", "vmap")
 # What stands between an op and this file: a mode, and what keeps torch.compile out of it.
 _WATCHING = ("op_", "nonfinite", "places", "magnitudes")
 _BEFORE = (
@@ -116,6 +117,7 @@ class Places:
     def __init__(self, outermost: CodeType):
         self._outermost = outermost
         self._lines: dict[int, Line | None] = {}
+        self._is_applied = functools.cache(_is_applied)
         self._first = next_number()
 
     def here(self) -> Place:
@@ -162,8 +164,11 @@ class Places:
             is_mode = is_of_mode(code)
             is_ours = code.co_filename.startswith(FMP)
             if not (is_mode or code.co_filename.startswith(_LIBRARIES)):
-                applied = applied or (frame if is_in_function else None)
                 found = found or frame
+                if self._is_applied(code):
+                    is_in_function = is_in_function or not is_below_ours
+                else:
+                    applied = applied or (frame if is_in_function else None)
             elif found is None:
                 ours = ours or (frame if is_ours and not is_mode else None)
                 caller = code if ours is frame and caller is None else caller
@@ -172,7 +177,7 @@ class Places:
                 is_again = is_again or code.co_filename.startswith(_RECOMPUTING)
                 # A function of fmp's, such as remat, calls the user's in the forward pass of a Function of its own.
                 is_below_ours = is_below_ours or is_ours
-                is_in_function = is_in_function or (code is _APPLY and not is_below_ours)
+                is_in_function = is_in_function or (self._is_applied(code) and not is_below_ours)
         return _line(found or ours or nearest, modules), _line(applied, modules), False, False, caller
 
     def _frames(self) -> Iterator[FrameType]:
@@ -183,6 +188,25 @@ class Places:
         while frame is not None and frame.f_code is not self._outermost:
             yield frame
             frame = frame.f_back
+
+
+def _is_applied(code: CodeType) -> bool:
+    """Says whether a function is a part of a torch.autograd.Function that its `apply` calls."""
+    methods = [getattr(kind, name) for kind in _classes_below(torch.autograd.Function) for name in _APPLIED]
+    return any(code is each for method in methods for each in _codes(method))
+
+
+def _classes_below(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _classes_below(each)
+
+
+def _codes(fn: Any) -> Iterator[CodeType | None]:
+    """Yields the code of a function, and of those that it wraps."""
+    while fn is not None:
+        yield getattr(fn, "__code__", None)
+        fn = getattr(fn, "__wrapped__", None)
 
 
 def _line(frame: FrameType | None, modules: list[nn.Module]) -> Line | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fmp import _compat
 from fmp.numerics.counting import device, floating
 from fmp.numerics.format_loss import scaled
 from fmp.numerics.formats import Format, number_format
@@ -126,7 +127,7 @@ def _counted(halves: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def _power_of_two(power: torch.Tensor) -> torch.Tensor:
     """Returns 2^power, f32[], from its bits: `exp2` is not exact on every device."""
-    return torch.bitwise_left_shift(power.to(torch.int32) + 127, 23).view(torch.float32)
+    return _compat.reinterpreted(torch.bitwise_left_shift(power.to(torch.int32) + 127, 23), torch.float32)
 
 
 def _check(margin: int, tolerance: float) -> None:

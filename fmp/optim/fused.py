@@ -205,6 +205,8 @@ def select_rest(finite: torch.Tensor, new: Tree, old: Tree, *, chosen: Tree) -> 
         old: The old one.
         chosen: What the one-pass form has returned. A new leaf that is among its leaves stays, without a copy.
     """
+    if not _compat.can_tell_tensors_apart():
+        return tree.select(finite, new, old)  # the same numbers, chosen twice
     leaves = {id(leaf) for leaf in tree.leaves(chosen)}
     return tree.select(finite, new, tree.map(lambda a, b: a if id(a) in leaves else b, new, old))
 

@@ -112,7 +112,9 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
     _check_traceable(optimizer_class, options)
     maker = torch_steps.make(optimizer_class, options)
     # Made within a graph, as inject_hyperparams does it, the maker is a constant of it, which has no identity.
-    place = torch_steps.make_in_graphs(optimizer_class, options) if torch.compiler.is_compiling() else None
+    made_at = torch_steps.make_in_graphs(optimizer_class, options) if torch.compiler.is_compiling() else None
+    # Without arguments: the tracer may have replaced numbers in the options by symbols.
+    find = _compat.constant_while_tracing(lambda: torch_steps.place_in_graphs(maker)) if made_at is None else None
 
     @_compat.compiled_on_its_own
     def init(params: Tree) -> FromTorchState:
@@ -152,8 +154,8 @@ def from_torch(optimizer_class: type[torch.optim.Optimizer], **kwargs: Any) -> G
             _check_differentiable(maker, tensors)
             _check_traceable(optimizer_class, options)
             if torch.compiler.is_compiling():
-                known = torch_steps.place_in_graphs(maker) if place is None else place
-                results = iter(torch_steps.run_in_graph(known, *given, slots, ages, state.numbers, rate, False))
+                place: Any = made_at if find is None else find()
+                results = iter(torch_steps.run_in_graph(place, *given, slots, ages, state.numbers, rate, False))
             else:
                 results = iter(torch_steps.run(maker, *given, slots, ages, state.numbers, rate, _on_host(tensors)))
             for row, i in enumerate(chosen):

@@ -1,5 +1,6 @@
 """One step of a torch optimizer on tensors that are not its own: built on copies, loaded, stepped, read back."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -67,7 +68,6 @@ def make(optimizer_class: Any, kwargs: dict[str, Any]) -> Maker:
 _IN_GRAPHS = _compat.Numbered[Maker]()  # what graphs of torch.compile may call
 
 
-@_compat.constant_while_tracing
 def place_in_graphs(maker: Maker) -> int:
     """Returns the number by which `run_in_graph` knows a maker; equal ones share it."""
     torch.compiler.allow_in_graph(run_in_graph)
@@ -80,12 +80,14 @@ def make_in_graphs(optimizer_class: Any, kwargs: dict[str, Any]) -> int:
     return place_in_graphs(make(optimizer_class, kwargs))
 
 
-def run_in_graph(place: int, *args: Any) -> tuple[torch.Tensor, ...]:
+def run_in_graph(place: int, values: list[torch.Tensor], *args: Any) -> tuple[torch.Tensor, ...]:
     """Does what `run` does, under torch.compile.
 
     The tracer cannot follow an optimizer's constructor, but need not: the step is traced below it.
     """
-    return run(_IN_GRAPHS[place], *args)
+    # Steps look at the device of their parameters unless they are compiled, and a FakeTensor tells no mode of that.
+    with _compat.as_compiling() if isinstance(values[0], _compat.FakeTensor) else contextlib.nullcontext():
+        return run(_IN_GRAPHS[place], values, *args)
 
 
 def run(

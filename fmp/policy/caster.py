@@ -86,7 +86,7 @@ def autocast(fn: Callable[..., Any], policy: Policy, *, enabled: bool | str = Tr
     if isinstance(fn, nn.Module) and policy.op_rules is None:
         _check_module(fn, policy)
 
-    @functools.wraps(fn, updated=())
+    @functools.wraps(fn, _compat.described_by(fn), updated=())
     @_compat.compiled_on_its_own
     def cast_fn(*args: Any, **kwargs: Any) -> Any:
         if policy.op_rules is None:

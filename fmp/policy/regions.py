@@ -110,7 +110,7 @@ def _as_op(fn: Fn, rule: Rule, dtype_of: Callable[[Caster, list[torch.dtype]], t
         with covered():
             return called(*args, **kwargs)
 
-    @functools.wraps(fn, updated=())
+    @functools.wraps(fn, _compat.described_by(fn), updated=())
     @_compat.compiled_on_its_own
     def run(*args: Any, **kwargs: Any) -> Any:
         caster = active_caster()

@@ -349,7 +349,8 @@ def _graph(
 
     def note(*variables: Tensor) -> tuple[Tensor, ...]:
         tensors = computed(*variables)
-        noted.extend((variables, tensors))
+        edges = {place: get_gradient_edge(tensor) for place, tensor in enumerate(tensors) if tensor.requires_grad}
+        noted.extend((variables, edges))
         return tensors
 
     vjp: Any = torch.func.vjp
@@ -361,11 +362,7 @@ def _graph(
             raise
         attempt.fail()
         return None
-    variables, tensors = noted
-    outputs = {place: get_gradient_edge(tensor) for place, tensor in enumerate(tensors) if tensor.requires_grad}
-    # The graph does not need the values of the results.
-    tensors = None
-    noted.clear()
+    variables, outputs = noted
     if attempt is not None and attempt.has_failed():
         return None
     return [variable for i, variable in zip(at, variables, strict=True) if i in wanted], outputs

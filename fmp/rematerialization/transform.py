@@ -144,7 +144,7 @@ def remat(
     uses_transforms, keeps_all = False, isinstance(saveable, Everything)
     passes = functools.partial(passes_of, saveable)
 
-    @functools.wraps(fn, updated=())
+    @functools.wraps(fn, _compat.described_by(fn), updated=())
     @_compat.compiled_on_its_own
     def remat_fn(*args: Any, **kwargs: Any) -> Any:
         nonlocal uses_transforms

@@ -157,6 +157,10 @@ class _Description(str):
         return str(self)
 
 
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{short_name(tensor.dtype)}[{','.join(str(size) for size in tensor.shape)}]"
+
+
 def describe(tree: Tree) -> str:
     """Writes a tree with dtype and shape in place of each tensor.
 
@@ -178,10 +182,10 @@ def describe(tree: Tree) -> str:
     def short(leaf: Any) -> Any:
         if describes_itself(leaf):
             return _Description(leaf.__describe__())
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return _Description(f"{short_name(leaf.dtype)}[{','.join(str(size) for size in leaf.shape)}]")
+        return _Description(_shape(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
+    if type(tree) is torch.Tensor:  # the usual case, and one in which the tracer of torch.compile need know no class
+        return _shape(tree)
     if torch.compiler.is_compiling():
         return repr(map(short, tree))
     return repr(optree.tree_map(short, tree, is_leaf=describes_itself, none_is_leaf=True))

@@ -50,4 +50,5 @@ def is_dtensor(leaf: Any) -> bool:
 
 
 def _is_part(node: Any) -> bool:
-    return hasattr(type(node), "__is_part__")
+    # torch.compile before 2.13 cannot ask the type of None.
+    return node is not None and hasattr(type(node), "__is_part__")

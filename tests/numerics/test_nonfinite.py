@@ -63,6 +63,17 @@ def poisoned(x):
     return y.cos().sum()
 
 
+class PoisonedAgain(Poisoned):
+    @staticmethod
+    def forward(x):
+        return Poisoned.forward(x)
+
+
+def poisoned_again(x):
+    y = PoisonedAgain.apply(x.sin())  # planted
+    return y.cos().sum()
+
+
 def half_gradient(x):
     y = x.half()
     return (y.float() * 1e6).sum()  # planted
@@ -73,6 +84,7 @@ BACKWARD = {
     root_of_zero: ("inf", "div", "SqrtBackward0"),
     power: ("inf", "pow", "PowBackward0"),
     poisoned: ("nan", "mul", "PoisonedBackward"),
+    poisoned_again: ("nan", "mul", "PoisonedAgainBackward"),
     half_gradient: ("inf", "_to_copy", "ToCopyBackward0"),
 }
 
@@ -124,8 +136,8 @@ def test_an_op_of_the_backward_pass_is_named(fn, route):
     assert (report.kind, report.op, report.node) == BACKWARD[fn]
     assert (report.level, report.phase) == ("error", "backward")
     assert report.line == planted(fn)
-    assert report.backward_line == (planted(Poisoned.backward) if fn is poisoned else "")
-    assert report.backward_source.endswith("# planted") == (fn is poisoned)
+    assert report.backward_line == (planted(Poisoned.backward) if fn in (poisoned, poisoned_again) else "")
+    assert report.backward_source.endswith("# planted") == (fn in (poisoned, poisoned_again))
     assert report.backward_source in str(report)
 
 

@@ -6,6 +6,7 @@ import torch
 from fmp import optim, tree
 from fmp.testing import check_optimizer
 from tests.testing.broken_optimizers import GOOD, cut_off, refusing_empty, unnamed
+from tests.versions import BEFORE_2_13, differentiates_in_inference_mode
 
 TREE = {"a": torch.ones(2), "b": {"c": torch.ones(2, 3), "d": torch.ones(())}}
 
@@ -71,7 +72,9 @@ def test_parameters_of_other_kinds(name):
     check_optimizer(optim.adam(0.1), params=OTHER_PARAMETERS[name], compile=False, examples=5)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=differentiates_in_inference_mode)]
+)
 def test_the_modes_of_the_caller_do_not_matter(mode):
     with mode():
         check_optimizer(optim.adam(0.1), compile=False, examples=5)
@@ -79,7 +82,13 @@ def test_the_modes_of_the_caller_do_not_matter(mode):
             check_optimizer(cut_off(), invariants=["update_is_differentiable"])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64])
+UNSIGNED = [
+    pytest.param(dtype, marks=pytest.mark.skipif(BEFORE_2_13, reason="torch.where takes these since torch 2.13"))
+    for dtype in (torch.uint16, torch.uint32, torch.uint64)
+]
+
+
+@pytest.mark.parametrize("dtype", [*UNSIGNED, torch.bool, torch.complex64])
 def test_state_of_any_dtype_travels(dtype):
     def init(params):
         return torch.ones(2).to(dtype), GOOD.init(params)
